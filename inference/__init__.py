@@ -1,0 +1,1 @@
+"""The speculative engine: pages, scheduler, drafters, verification. It measures, and it dumps the states."""

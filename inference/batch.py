@@ -1,0 +1,143 @@
+"""A batch: the rows of several sequences end to end, with where each is written and what it may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..kernels.causal_attention import causal_attention
+from .pages import KVPool
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N rows of B sequences.
+
+    Attributes:
+        sequences: the B sequences in order. starts: [B+1] borders of their rows.
+        tokens: [N] int64. positions: [N] int64, also the RoPE phase.
+        slots: [N] pool slots that the rows' keys and values go to.
+        lengths: [B] how many keys the last row of each sequence sees.
+    """
+
+    sequences: list[Sequence]
+    starts: list[int]
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def build(
+        cls, parts: list[tuple[Sequence, int, list[int]]], device: torch.device | str = "cpu"
+    ) -> Batch:
+        """Pack (sequence, first position, tokens) parts; position p of a sequence is written to its slot p."""
+        starts, tokens, positions, slots, lengths = [0], [], [], [], []
+        for sequence, first, ids in parts:
+            assert ids, "a sequence without rows does not belong into a batch"
+            tokens += ids
+            span = range(first, first + len(ids))
+            positions += span
+            slots += [sequence.slot(position) for position in span]
+            starts.append(len(tokens))
+            lengths.append(first + len(ids))
+        buffer = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(device)
+        return cls([part[0] for part in parts], starts, buffer[0], buffer[1], buffer[2], lengths)
+
+    def keep(self, counts: list[int]) -> tuple[Batch, Tensor]:
+        """The batch of each sequence's first `counts` rows, and the indices of those rows [N']."""
+        rows, starts, lengths = [], [0], []
+        for index, count in enumerate(counts):
+            first, size = self.starts[index], self.starts[index + 1] - self.starts[index]
+            assert 1 <= count <= size
+            rows += range(first, first + count)
+            starts.append(len(rows))
+            lengths.append(self.lengths[index] - size + count)
+        chosen = torch.tensor(rows, device=self.tokens.device)
+        batch = Batch(
+            self.sequences,
+            starts,
+            self.tokens[chosen],
+            self.positions[chosen],
+            self.slots[chosen],
+            lengths,
+        )
+        return batch, chosen
+
+    @property
+    def last_rows(self) -> Tensor:
+        """[B] index of each sequence's last row."""
+        return torch.tensor(self.starts[1:], device=self.tokens.device) - 1
+
+    @cached_property
+    def reads(self) -> list[slice | Tensor]:
+        """Per sequence the pool slots of its keys: a slice where its pages are neighbours, else indices."""
+        return [
+            _slots_of(sequence, length, self.tokens.device)
+            for sequence, length in zip(self.sequences, self.lengths, strict=True)
+        ]
+
+    @cached_property
+    def write(self) -> slice | Tensor:
+        """The slots of all rows: a slice where they are neighbours, else `slots`."""
+        if len(self.sequences) == 1 and isinstance(self.reads[0], slice):
+            stop = self.reads[0].stop
+            return slice(stop - self.tokens.shape[0], stop)
+        return self.slots
+
+
+def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | Tensor:
+    size = sequence.page_size
+    pages = sequence.pages[: -(-length // size)]
+    if pages[-1] - pages[0] == len(pages) - 1 and all(
+        b - a == 1 for a, b in zip(pages[:-1], pages[1:], strict=True)
+    ):
+        return slice(pages[0] * size, pages[0] * size + length)
+    base = torch.tensor(pages, device=device)[:, None] * size + torch.arange(size, device=device)
+    return base.flatten()[:length]
+
+
+class PagedContext:
+    """Attention over the pages: each layer stores its rows, then every row sees its sequence up to itself.
+
+    Args:
+        first_layer: where this model's layer 0 lies in the pool (the head's layers follow the target's).
+    """
+
+    def __init__(self, pool: KVPool, batch: Batch, first_layer: int = 0) -> None:
+        self.pool = pool
+        self.batch = batch
+        self.first_layer = first_layer
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `models.attention.AttentionContext`."""
+        batch = self.batch
+        keys, values = self.pool.layer(self.first_layer + layer, k[0], v[0])
+        if isinstance(batch.write, slice):
+            keys[:, batch.write] = k[0]
+            values[:, batch.write] = v[0]
+        else:
+            keys.index_copy_(1, batch.write, k[0])
+            values.index_copy_(1, batch.write, v[0])
+        parts = []
+        for index, read in enumerate(batch.reads):
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            out = causal_attention(
+                q[0, :, rows], keys[:, read], values[:, read], scaling, window, softcap
+            )
+            parts.append(out.transpose(0, 1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

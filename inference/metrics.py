@@ -1,0 +1,93 @@
+"""What a run counts, with the definitions its numbers are printed with. Names and meanings are vLLM's.
+
+A *draft* is one sequence in one decode-only step for which at least one token was drafted. Rounds that the token limit
+or an end token cut short are left out of the acceptance figures (an oracle must score K + 1), but in the tokens per
+target call.
+
+    mean_acceptance_length   1 + num_accepted_tokens / num_drafts, the bonus token included
+    tokens_per_target_call   tokens of decode-only steps / sequence-steps of decode-only steps (the headline)
+    accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted (unconditional; divide by num_drafts)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineMetrics:
+    """Raw counts and seconds of one engine since its creation or the last reset."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    cut_drafts: int = 0
+    target_calls: int = 0
+    """Sequence-steps of decode-only steps."""
+    decode_tokens: int = 0
+    """Tokens those emitted."""
+    tokens_per_step_histogram: list[int] = field(default_factory=list)
+    """[i] = sequence-steps that emitted i tokens."""
+    by_context: dict[int, list[int]] = field(default_factory=dict)
+    """Context bucket (lower bound, tokens) -> [target calls, tokens]."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by activity: prefill, draft, verify, refill, sample."""
+
+    @contextmanager
+    def timed(self, activity: str) -> Iterator[None]:
+        """Add the time spent inside to `activity`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - start
+
+    def record(self, context: int, drafted: int, accepted: int, emitted: int, cut: bool) -> None:
+        """One sequence in one decode-only step.
+
+        Args:
+            context: tokens before the step. drafted, accepted: drafts. emitted: tokens kept, the target's included.
+            cut: whether the limit or an end token cut the round short.
+        """
+        self.target_calls += 1
+        self.decode_tokens += emitted
+        _count(self.tokens_per_step_histogram, emitted, 1)
+        calls = self.by_context.setdefault(_bucket(context), [0, 0])
+        calls[0] += 1
+        calls[1] += emitted
+        if not drafted:
+            return
+        if cut:
+            self.cut_drafts += 1
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        for position in range(drafted):
+            _count(self.drafted_per_position, position, 1)
+            _count(self.accepted_per_position, position, int(position < accepted))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts; 1 without drafts."""
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """Tokens per sequence and decode-only step, bonus included; 0 before the first."""
+        return self.decode_tokens / self.target_calls if self.target_calls else 0.0
+
+
+def _bucket(context: int) -> int:
+    """Powers of two from 256: 0, 256, 512, 1024, …"""
+    return 0 if context < 256 else 1 << (context.bit_length() - 1)
+
+
+def _count(counts: list[int], index: int, amount: int) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += amount

