@@ -83,6 +83,7 @@ class KVPool:
             self.keys[index], self.values[index] = keys, values
         return keys, values
 
+    @torch.inference_mode()
     def forget(self, pages: list[int], page_size: int) -> None:
         """Poison the slots of freed pages, where poisoning is on."""
         if not self.poison:

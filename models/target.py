@@ -76,13 +76,18 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def has_tokenizer(folder: Path | str) -> bool:
+    """Whether the folder holds a tokenizer; a target without one runs on token ids alone."""
+    return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
 def fingerprint(folder: Path | str) -> dict[str, str]:
     """Content hashes that identify a target: `config`, `tokenizer`, `chat_template`, `weights` (hex, 16 digits).
 
     Weight files are hashed whole; the digests are remembered beside size and time of change in the user's cache.
     """
     folder = Path(folder)
-    template = load_tokenizer(folder).chat_template
+    template = load_tokenizer(folder).chat_template if has_tokenizer(folder) else None
     config = read_json(folder / "config.json")
     for volatile in ("transformers_version", "dtype", "torch_dtype", "_name_or_path"):
         config.pop(volatile, None)
@@ -200,7 +205,8 @@ def eos_ids(folder: Path | str, config: Any) -> frozenset[int]:
             found.update(int(item) for item in value)
 
     add(getattr(config, "eos_token_id", None))
-    add(load_tokenizer(folder).eos_token_id)
+    if has_tokenizer(folder):
+        add(load_tokenizer(folder).eos_token_id)
     if (folder / "generation_config.json").exists():
         add(read_json(folder / "generation_config.json").get("eos_token_id"))
     return frozenset(found)

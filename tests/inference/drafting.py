@@ -1,0 +1,111 @@
+"""Drafters whose drafts are known beforehand, to drive every accept pattern through the engine."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from draftsmith.inference.batch import Batch
+from draftsmith.inference.drafters import HeadDrafter, Proposal
+from draftsmith.inference.pages import KVPool
+from draftsmith.inference.sequence import Sequence
+from draftsmith.models.target import Target
+
+
+class Script:
+    """Which drafts are right: round r of a sequence offers `pattern[r % len]` right tokens, then wrong ones.
+
+    Args:
+        answers: prompt (as a tuple) -> the target's own greedy continuation.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], pattern: list[int], vocab_size: int) -> None:
+        self.answers = answers
+        self.pattern = pattern
+        self.vocab_size = vocab_size
+        self.round: dict[str, int] = {}
+
+    def token(self, sequence: Sequence, step: int) -> int:
+        """The draft of step `step` (0-based) in this sequence's present round."""
+        answer = self.answers[tuple(sequence.tokens[: sequence.num_prompt])]
+        place = len(sequence.output) + step
+        right = answer[place] if place < len(answer) else 0
+        keep = self.pattern[self.round.get(sequence.id, 0) % len(self.pattern)]
+        return right if step < keep else (right + 1) % self.vocab_size
+
+    def next_round(self, sequence: Sequence) -> None:
+        """The sequence's round is over."""
+        self.round[sequence.id] = self.round.get(sequence.id, 0) + 1
+
+
+class ScriptedDrafter:
+    """Proposes the script; no model."""
+
+    name = "scripted"
+    num_layers = 0
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
+        """The script's tokens."""
+        chains = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            chains.append(Proposal([self.script.token(sequence, step) for step in range(count)]))
+            self.script.next_round(sequence)
+        return chains
+
+    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
+        """Nothing to refill."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+class ForcedHeadDrafter(HeadDrafter):
+    """A real head that computes everything, but whose drafts are the script's.
+
+    `rows` records what it computed: (sequence id, position p, step k) -> [H]. A row of step k is kept only while all
+    drafts before it were right, for then its inputs are those of the true text.
+    """
+
+    def __init__(self, head, draft_ids: Tensor | None, script: Script) -> None:
+        super().__init__(head, draft_ids)
+        self.script = script
+        self.rows: dict[tuple[str, int, int], Tensor] = {}
+        self._steps: dict[str, int] = {}
+
+    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
+        """Refill, remembering every row."""
+        self._steps = {}
+        super().observe(batch, states, next_tokens)
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
+        """The head's own computation along the script."""
+        self._steps = {sequence.id: 1 for sequence in sequences}
+        proposals = super().propose(sequences, counts)
+        for sequence in sequences:
+            self.script.next_round(sequence)
+        self._steps = {}
+        return proposals
+
+    def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
+        return self.script.token(sequence, self._steps[sequence.id] - 1)
+
+    def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor) -> Tensor:
+        out = super()._run(batch, tokens, hidden)
+        for index, sequence in enumerate(batch.sequences):
+            for row in range(batch.starts[index], batch.starts[index + 1]):
+                step = self._steps.get(sequence.id, 0)
+                if step == 0:
+                    self.rows[sequence.id, int(batch.positions[row]), 0] = out[row]
+                    continue
+                keep = self.script.pattern[
+                    self.script.round.get(sequence.id, 0) % len(self.script.pattern)
+                ]
+                if step <= keep:
+                    self.rows[sequence.id, int(batch.positions[row]) - step, step] = out[row]
+                self._steps[sequence.id] += 1
+        return out

@@ -1,0 +1,206 @@
+"""The MTP head: its equation, its start, its folder, its foreign layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from draftsmith.models.attention import PackedContext
+from draftsmith.models.formats import layout
+from draftsmith.models.heads import HeadConfig, InitConfig, NormConfig, build_head, load_head, save_head
+from draftsmith.models.heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
+from draftsmith.models.heads.mtp import MTPHead
+
+FINGERPRINT = {"config": "a", "tokenizer": "b", "chat_template": "c", "weights": "d"}
+
+
+@pytest.fixture
+def folder(tiny_llama_folder: Callable[..., Path]) -> Path:
+    """A tiny target."""
+    return tiny_llama_folder()
+
+
+def save(head: MTPHead, out: Path, draft_ids: torch.Tensor | None = None) -> Path:
+    """A native folder of `head`."""
+    save_head(out, head, target_fingerprint=FINGERPRINT, draft_ids=draft_ids, trained_length=40, config={})
+    return out
+
+
+def trained_like(folder: Path, norms: NormConfig | None = None) -> MTPHead:
+    """A head whose every weight differs from its start."""
+    head = build_head(HeadConfig(norms=norms or NormConfig()), folder, 2.0)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+@pytest.mark.parametrize(
+    "norms", [NormConfig(), NormConfig(False, False, False, False), NormConfig(output=False)], ids=str
+)
+def test_the_engines_form_equals_the_modules(folder: Path, norms: NormConfig):
+    """Lean layer and packed projection against the module, float64, with norms on and off."""
+    head = trained_like(folder, norms).double()
+    generator = torch.Generator().manual_seed(0)
+    embeds, hidden = (torch.randn(12, 64, dtype=torch.float64, generator=generator) for _ in range(2))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    with torch.no_grad():
+        expected = head(embeds, hidden, positions, PackedContext([0, 5, 12]))
+    for lean in (True, False):
+        function = head.for_inference(torch.float64, torch.device("cpu"), lean)
+        out = function(embeds, hidden, positions, PackedContext([0, 5, 12]))
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_each_norm_switch_removes_its_tensor_and_changes_the_result(folder: Path):
+    """The ablation is real: four switches, four different functions."""
+    names = {
+        "embedding": "enorm.weight",
+        "hidden": "hnorm.weight",
+        "attention_input": "layer.input_layernorm.weight",
+        "output": "norm.weight",
+    }
+    whole = build_head(HeadConfig(), folder, 2.0)
+    embeds, hidden = torch.randn(4, 64), torch.randn(4, 64) * 3
+    reference = whole(embeds, hidden, torch.arange(4), PackedContext([0, 4]))
+    for switch, tensor in names.items():
+        head = build_head(HeadConfig(norms=NormConfig(**{switch: False})), folder, 2.0)
+        assert set(whole.state_dict()) - set(head.state_dict()) == {tensor}
+        out = head(embeds, hidden, torch.arange(4), PackedContext([0, 4]))
+        assert float((out - reference).detach().abs().max()) > 1e-3, switch
+
+
+def test_a_head_starts_from_the_target(folder: Path):
+    """Layer and output norm are the target's; the projection passes the normed state and half the embedding."""
+    head = build_head(HeadConfig(), folder, 3.0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in head.layer.state_dict().items():
+        assert torch.equal(value, tensors[f"model.layers.2.{name}"]), name
+    assert torch.equal(head.state_dict()["norm.weight"], tensors["model.norm.weight"])
+    identity = torch.eye(64)
+    assert torch.equal(head.eh_proj.weight.detach(), torch.cat([1.5 * identity, 3.0 * identity], 1))
+    random = build_head(HeadConfig(init=InitConfig("random", "random")), folder, 3.0)
+    assert not torch.equal(random.layer.state_dict()["mlp.up_proj.weight"], tensors["model.layers.2.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("config", "rms", "message"),
+    [
+        (HeadConfig(kind="mpt"), 1.0, "did you mean 'mtp'"),
+        (HeadConfig(init=InitConfig(layer="last")), 1.0, "target-last or random"),
+        (HeadConfig(init=InitConfig(projection="eye")), 1.0, "pass-through or random"),
+        (HeadConfig(), 0.0, "state_rms 0.0"),
+    ],
+)
+def test_a_wrong_choice_is_refused(folder: Path, config: HeadConfig, rms: float, message: str):
+    """The message names the value and the known ones."""
+    with pytest.raises(ValueError, match=message):
+        build_head(config, folder, rms)
+
+
+def test_a_head_folder_round_trips(folder: Path, tmp_path: Path):
+    """Every tensor bit for bit, the draft vocabulary, the facts."""
+    head, ids = trained_like(folder), torch.tensor([0, 2, 3, 77, 511])
+    loaded = load_head(save(head, tmp_path / "head", ids), FINGERPRINT)
+    assert loaded.draft_ids is not None and torch.equal(loaded.draft_ids, ids)
+    assert loaded.meta["trained_length"] == 40 and loaded.meta["draft_vocab_size"] == 5
+    for (name, ours), theirs in zip(head.state_dict().items(), loaded.head.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_damage_is_noticed(folder: Path, tmp_path: Path):
+    """A flipped byte, a missing tensor, another format, another tokenizer; another template only warns."""
+    good = save(trained_like(folder), tmp_path / "good")
+
+    def broken(name: str) -> Path:
+        shutil.copytree(good, tmp_path / name)
+        return tmp_path / name
+
+    flipped = broken("flipped")
+    data = bytearray((flipped / "head.safetensors").read_bytes())
+    data[-1] ^= 1
+    (flipped / "head.safetensors").write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="checksum"):
+        load_head(flipped)
+    other = broken("format")
+    meta = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(meta | {"format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        load_head(other)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        load_head(good, FINGERPRINT | {"tokenizer": "x"})
+    with pytest.warns(UserWarning, match="chat_template"):
+        load_head(good, FINGERPRINT | {"chat_template": "x"})
+    with pytest.raises(ValueError, match="does not exist"):
+        load_head(tmp_path / "nowhere")
+
+
+def test_vocabulary_maps_are_offsets():
+    """i + d2t[i] gives the ids; absolute ids, a lone map and two maps that disagree are refused."""
+    ids = torch.tensor([1, 4, 5, 9])
+    maps = vocabulary_maps(ids, 10)
+    assert maps["d2t"].tolist() == [1, 3, 3, 6]
+    assert torch.equal(read_vocabulary(dict(maps), 10, "file"), ids)  # type: ignore[arg-type]
+    assert read_vocabulary({}, 10, "file") is None
+    with pytest.raises(ValueError, match="offsets, not absolute"):
+        read_vocabulary({"d2t": torch.tensor([1, 4, 5, 9]), "t2d": maps["t2d"]}, 10, "file")
+    with pytest.raises(ValueError, match="belong together"):
+        read_vocabulary({"d2t": maps["d2t"]}, 10, "file")
+    with pytest.raises(ValueError, match="two vocabularies"):
+        read_vocabulary({"d2t": maps["d2t"], "t2d": maps["t2d"].flip(0)}, 10, "file")
+
+
+@pytest.mark.parametrize("draft_ids", [None, torch.tensor([0, 2, 9, 400])], ids=["full", "reduced"])
+def test_deepseek_layout_round_trips_bit_for_bit(folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None):
+    """Export names the layer L of the target, and reading it back gives the same head and the same states."""
+    native = load_head(save(trained_like(folder), tmp_path / "native", draft_ids))
+    write, read = layout("deepseek-mtp")
+    origin = write(native, folder, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "mtp.safetensors")
+    assert set(origin) == set(tensors)
+    fixed = ["enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"]
+    assert {f"model.layers.3.{name}.weight" for name in fixed} <= set(tensors)
+    assert tensors["model.layers.3.eh_proj.weight"].shape == (64, 128)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    back = read(tmp_path / "out")
+    for name, value in native.head.state_dict().items():
+        assert torch.equal(back.head.state_dict()[name], value), name
+    if draft_ids is None:
+        assert back.draft_ids is None
+    else:
+        assert back.draft_ids is not None and torch.equal(back.draft_ids, draft_ids)
+
+
+def test_deepseek_layout_refuses_what_it_cannot_hold(folder: Path, tmp_path: Path):
+    """A head without a norm; a folder without the layer; a tensor too few."""
+    write, read = layout("deepseek-mtp")
+    partial = load_head(save(trained_like(folder, NormConfig(output=False)), tmp_path / "partial"))
+    with pytest.raises(ValueError, match="output"):
+        write(partial, folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="num_nextn_predict_layers"):
+        read(folder)
+    write(load_head(save(trained_like(folder), tmp_path / "whole")), folder, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "mtp.safetensors")
+    del tensors["model.layers.3.hnorm.weight"]
+    save_file(tensors, tmp_path / "out" / "mtp.safetensors")
+    with pytest.raises(ValueError, match="hnorm.weight"):
+        read(tmp_path / "out")
+    with pytest.raises(ValueError, match="did you mean 'deepseek-mtp'"):
+        layout("deepseek_mtp")
+
+
+def test_the_frozen_trunk_is_no_part_of_a_head(folder: Path):
+    """Neither embedding nor lm_head nor rotary tables are among a head's tensors."""
+    head = MTPHead(HeadConfig(), AutoConfig.from_pretrained(folder))
+    sizes = {tuple(value.shape) for value in head.state_dict().values()}
+    assert (512, 64) not in sizes
+    assert not any("rotary" in name or "inv_freq" in name for name in head.state_dict())
+    assert LoadedHead(head, None, {}).head is head
