@@ -1,13 +1,16 @@
 """Soft cross-entropy of K students against one teacher, with neither's logits ever held as [N, V].
 
-    loss = sum_{k,n} weight[k,n] * CE(p_n, q_{k,n})     p_n = softmax(z(teacher_n)),  q_{k,n} = softmax(z(student_{k,n}))
-    z(h) = softcap(logit_scale * head_weight @ h)       d loss / d logits = weight * (q - p)
+    loss = sum_{k,n} weight[k,n] * CE(p_n, q_{k,n})      d loss / d logits = weight * (q - p)
+    p_n = softmax(z(teacher_n))    q_{k,n} = softmax(z(student_{k,n}))
+    z(h) = softcap(logit_scale * head_weight @ h)
 
-Rows without weight are dropped before the head. The rest is walked in chunks: the teacher's distribution of a row is
-computed once for all students, and the students' gradient is filled during the forward pass, so the backward pass only
-scales it and nothing of size [N, V] exists at any time. Head and teacher are frozen and get no gradient.
+Rows without weight are dropped before the head. The rest is walked in chunks: the teacher's
+distribution of a row is computed once for all students, and the students' gradient is filled during
+the forward pass, so the backward pass only scales it and nothing of size [N, V] exists at any time.
+Head and teacher are frozen and get no gradient.
 
-Legend: N rows, H hidden, V columns of the head (the draft vocabulary when it is reduced), K unroll steps.
+Legend: N rows, H hidden, V columns of the head (the draft vocabulary when it is reduced), K unroll
+steps.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk of logits. On a CPU three such buffers should stay near the last-level cache (measured 2**21..2**25 at
-# V = 49,152 and 8,192); on a GPU larger matrix products are worth more than cache.
+# Elements of one chunk of logits. On a CPU three such buffers should stay near the last-level cache
+# (measured 2**21..2**25 at V = 49,152 and 8,192); on a GPU larger matrix products are worth more
+# than cache.
 _CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 _TOP_BLOCK = 256
 
@@ -31,7 +35,7 @@ class DistillStats(NamedTuple):
     rows: Tensor  # [K] rows with a weight
     loss: Tensor  # [K] sum of weight * cross-entropy
     kl: Tensor  # [K] sum of KL(p || q) over rows, nats
-    acceptance: Tensor  # [K] sum of sum_x min(p, q): the expected acceptance of a draft sampled from q
+    acceptance: Tensor  # [K] sum of sum_x min(p, q), the expected acceptance of a draft from q
     agreement: Tensor  # [K] rows where student and teacher have the same argmax
     student_top: Tensor  # [K, N] int64, the student's argmax column; -1 where the row was skipped
     teacher_top: Tensor  # [N] int64, the teacher's argmax column; -1 where no student needed it
@@ -49,21 +53,30 @@ def distill_loss(
 ) -> tuple[Tensor, DistillStats]:
     """Weighted soft cross-entropy summed over all rows of all steps, and its statistics.
 
-    students [K, N, H]: student k of row n is judged against teacher row n. teacher [N, H], already normed. weight [K, N]
-    fp32, >= 0; 0 = not supervised, the row is never read (it may hold NaN). head_weight [V, H]. chunk: rows of logits
-    alive at a time, students and teacher together (default by device and V). Matrix products run in the autocast dtype where
-    autocast is on, else in the dtype of `students`; softmax and sums in fp32 (fp64 for fp64 students).
-    Returns (scalar loss, DistillStats); with no weight at all the loss is exactly 0 and so is the gradient.
+    students [K, N, H]: student k of row n is judged against teacher row n. teacher [N, H], already
+    normed. weight [K, N] fp32, >= 0; 0 = not supervised, the row is never read (it may hold NaN).
+    head_weight [V, H]. chunk: rows of logits alive at a time, students and teacher together
+    (default by device and V). Matrix products run in the autocast dtype where autocast is on, else
+    in the dtype of `students`; softmax and sums in fp32 (fp64 for fp64 students).
+    Returns (scalar loss, DistillStats); with no weight at all the loss is exactly 0 and so is the
+    gradient.
     Raises ValueError for shapes that do not fit and for a negative or non-finite weight.
     """
     steps, num_rows, hidden = students.shape
-    if teacher.shape != (num_rows, hidden) or head_weight.shape[1] != hidden or weight.shape != (steps, num_rows):
+    if (
+        teacher.shape != (num_rows, hidden)
+        or head_weight.shape[1] != hidden
+        or weight.shape != (steps, num_rows)
+    ):
         raise ValueError(
-            f"students {list(students.shape)}, teacher {list(teacher.shape)}, weight {list(weight.shape)} and head_weight "
-            f"{list(head_weight.shape)} do not fit: expected [K, N, H], [N, H], [K, N], [V, H]"
+            f"students {list(students.shape)}, teacher {list(teacher.shape)}, weight "
+            f"{list(weight.shape)} and head_weight {list(head_weight.shape)} do not fit: expected "
+            "[K, N, H], [N, H], [K, N], [V, H]"
         )
     if chunk is not None and chunk < 2:
-        raise ValueError(f"chunk {chunk} cannot hold a teacher row and a student row; give at least 2")
+        raise ValueError(
+            f"chunk {chunk} cannot hold a teacher row and a student row; give at least 2"
+        )
     compute = _compute_dtype(students)
     with_gradient = torch.is_grad_enabled() and students.requires_grad
     with torch.no_grad(), torch.autocast(students.device.type, enabled=False):
@@ -88,7 +101,8 @@ def _compute_dtype(students: Tensor) -> torch.dtype:
 
 
 def _top(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and first argmax of each row [m, V]: blocks by amax, which is vectorised, then one block by argmax."""
+    """Maximum and first argmax of each row [m, V]: blocks by amax, which is vectorised, then one
+    block by argmax."""
     num_columns = values.shape[1]
     if num_columns < 2 * _TOP_BLOCK:
         best = values.max(-1)
@@ -104,7 +118,8 @@ def _top(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Chunk(NamedTuple):
-    """Row numbers of one chunk, teacher rows first ordered by their number of students, most first."""
+    """Row numbers of one chunk, teacher rows first ordered by their number of students, most
+    first."""
 
     teacher: Tensor  # [c] row numbers
     students: list[Tensor]  # per step [c_k] indices into `teacher`
@@ -112,17 +127,22 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(weight: Tensor, rows: int):
-    """Split the rows that have a weight; one transfer of [K, N] bools to the host decides everything."""
+    """Split the rows that have a weight; one transfer of [K, N] bools to the host decides
+    everything."""
     host = weight.detach().cpu()
     if not bool((host >= 0).all()) or not bool(host.isfinite().all()):
         step, row = (~((host >= 0) & host.isfinite())).nonzero()[0].tolist()
-        raise ValueError(f"weight[{step}, {row}] is {float(host[step, row])}; weights must be finite and >= 0")
+        raise ValueError(
+            f"weight[{step}, {row}] is {float(host[step, row])}; weights must be finite and >= 0"
+        )
     active = host > 0
     per_row = active.sum(0)
     order = per_row.argsort(descending=True, stable=True)[: int((per_row > 0).sum())]
     size, begin = max(1, rows // (weight.shape[0] + 1)), 0
     while begin < order.numel():
-        most = int(per_row[order[begin]])  # students of the fullest row left: later rows have no more
+        most = int(
+            per_row[order[begin]]
+        )  # students of the fullest row left: later rows have no more
         size = max(1, rows // (most + 1))
         teacher = order[begin : begin + size]
         students = [active[k, teacher].nonzero().squeeze(1) for k in range(weight.shape[0])]
@@ -133,12 +153,22 @@ def _chunks(weight: Tensor, rows: int):
 
 
 class _Workspace:
-    """Buffers of [rows, V], made once a call: fresh ones a chunk would cost a page fault every 4 KiB."""
+    """Buffers of [rows, V], made once a call: fresh ones a chunk would cost a page fault every 4
+    KiB."""
 
-    def __init__(self, rows: int, columns: int, compute: torch.dtype, accurate: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        compute: torch.dtype,
+        accurate: torch.dtype,
+        device: torch.device,
+    ):
         self.raw = torch.empty(rows, columns, dtype=compute, device=device)
         same = compute == accurate
-        self.logits = self.raw if same else torch.empty(rows, columns, dtype=accurate, device=device)
+        self.logits = (
+            self.raw if same else torch.empty(rows, columns, dtype=accurate, device=device)
+        )
         self.probs = torch.empty(rows, columns, dtype=accurate, device=device)
 
 
@@ -153,7 +183,8 @@ def _forward(
     softcap: float | None,
     with_gradient: bool,
 ) -> tuple[Tensor, DistillStats, Tensor | None]:
-    """Loss, statistics and d loss / d students [K, N, H]. `head` [V, H] has the dtype of the matrix products."""
+    """Loss, statistics and d loss / d students [K, N, H]. `head` [V, H] has the dtype of the matrix
+    products."""
     steps, num_rows, hidden = students.shape
     num_columns, compute, device = head.shape[0], head.dtype, students.device
     accurate = torch.promote_types(compute, torch.float32)
@@ -166,11 +197,15 @@ def _forward(
     space = None
     for part in _chunks(weight, limit):
         num_teachers = part.teacher.numel()
-        rows = torch.cat([part.teacher[chosen] + k * num_rows for k, chosen in enumerate(part.students)])
+        rows = torch.cat(
+            [part.teacher[chosen] + k * num_rows for k, chosen in enumerate(part.students)]
+        )
         inputs = torch.cat([teacher[part.teacher].to(compute), flat_students[rows].to(compute)])
         if space is None:  # the first chunk is the largest: rows with most students come first
             space = _Workspace(max(limit, inputs.shape[0]), num_columns, compute, accurate, device)
-        raw, logits, probs = (buffer[: inputs.shape[0]] for buffer in (space.raw, space.logits, space.probs))
+        raw, logits, probs = (
+            buffer[: inputs.shape[0]] for buffer in (space.raw, space.logits, space.probs)
+        )
         torch.mm(inputs, head.T, out=raw)
         if space.logits is not space.raw:
             logits.copy_(raw)
@@ -202,7 +237,9 @@ def _forward(
         if grad is not None:
             slope = difference
             if softcap is not None:
-                slope = logits[num_teachers:].div_(softcap).square_().neg_().add_(1).mul_(difference)
+                slope = (
+                    logits[num_teachers:].div_(softcap).square_().neg_().add_(1).mul_(difference)
+                )
             if compute != accurate:
                 slope = raw[num_teachers:].copy_(slope)
             pulled = torch.mm(slope, head).to(accurate)

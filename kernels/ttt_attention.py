@@ -1,16 +1,18 @@
 """Attention of an unrolled draft head in the context it will have in the engine.
 
-A packed batch holds documents end to end; each of its N positions p starts one chain of drafts. At step k the engine
-has the committed (step-0) keys up to p and the chain's own keys of steps 1..k, so the query of step k sees:
+A packed batch holds documents end to end; each of its N positions p starts one chain of drafts. At
+step k the engine has the committed (step-0) keys up to p and the chain's own keys of steps 1..k, so
+the query of step k sees:
 
-    step-0 keys   at positions p' <= p of its own document            (shared by all queries: a causal block)
-    chain keys    of steps 1..k at its own position p                 (a diagonal: one key per query and step)
+    step-0 keys   at positions p' <= p of its own document   a causal block, shared by all queries
+    chain keys    of steps 1..k at its own position p        a diagonal: one key per query and step
 
-The dense mask of that is N x (k+1)N. Here the causal block is walked in blocks of queries, the diagonal terms are columns of
-the same softmax, and backward recomputes a block's probabilities, so memory is linear in N on any device.
+The dense mask of that is N x (k+1)N. Here the causal block is walked in blocks of queries, the
+diagonal terms are columns of the same softmax, and backward recomputes a block's probabilities, so
+memory is linear in N on any device.
 
-Legend: N tokens of a packed batch, R documents, Hq / Hkv query / key heads, G = Hq / Hkv, D / Dv key / value width,
-k chain steps before and including the query's own, c = k.
+Legend: N tokens of a packed batch, R documents, Hq / Hkv query / key heads, G = Hq / Hkv, D / Dv
+key / value width, k chain steps before and including the query's own, c = k.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 QUERY_BLOCK = 128  # queries a block; measured on bf16 and fp32 CPU matmuls against 64, 256 and 512
-CHAIN_ALIGNMENT = 32  # chain columns are padded to this width so that the causal block's rows stay aligned
+CHAIN_ALIGNMENT = 32  # chain columns are padded to this, so that rows of the causal block align
 
 
 class _Plan(NamedTuple):
@@ -40,16 +42,21 @@ class _Plan(NamedTuple):
         return -(-self.num_chain // CHAIN_ALIGNMENT) * CHAIN_ALIGNMENT
 
     def hidden_chain(self) -> int:
-        """Chain steps that a sliding window hides from the query: query k sees chain key j when k - j < window."""
+        """Chain steps that a sliding window hides from the query, which sees key j of its chain
+        when k - j < window."""
         return 0 if self.window is None else max(0, self.num_chain - self.window)
 
     def first_key(self, start: int, query: int) -> int:
-        """First step-0 key that the window leaves visible to `query`, not before its document's `start`."""
-        return start if self.window is None else max(start, query + self.num_chain - self.window + 1)
+        """First step-0 key that the window leaves visible to `query`, not before its document's
+        `start`."""
+        return (
+            start if self.window is None else max(start, query + self.num_chain - self.window + 1)
+        )
 
 
 class _Block(NamedTuple):
-    """Queries [begin, end) of one document and the step-0 keys [first, end) that any of them sees."""
+    """Queries [begin, end) of one document and the step-0 keys [first, end) that any of them
+    sees."""
 
     first: int
     begin: int
@@ -70,12 +77,14 @@ def ttt_attention(
 ) -> Tensor:
     """Attention of step k = len(chain_k) over a packed batch, with gradients for every tensor.
 
-    q [Hq, N, D]; k0 [Hkv, N, D]; v0 [Hkv, N, Dv]; chain_k, chain_v: k tensors [Hkv, N, D] and [Hkv, N, Dv], the keys of
-    steps 1..k (empty at step 0, where the query's own key is in k0); starts [R+1] document borders from 0 to N. Any
-    floating dtype, one for all; probabilities are taken in at least fp32 and gradients of k0, v0 summed in at least fp32.
-    window: keys further back than window - 1 positions are hidden (the query of step k stands at p + k). softcap c:
-    scores become c * tanh(score / c). Returns [Hq, N, Dv].
-    Raises ValueError for shapes that do not fit. An empty document is a fault of the packer and asserts.
+    q [Hq, N, D]; k0 [Hkv, N, D]; v0 [Hkv, N, Dv]; chain_k, chain_v: k tensors [Hkv, N, D] and [Hkv,
+    N, Dv], the keys of steps 1..k (empty at step 0, where the query's own key is in k0); starts
+    [R+1] document borders from 0 to N. Any floating dtype, one for all; probabilities are taken in
+    at least fp32 and gradients of k0, v0 summed in at least fp32. window: keys further back than
+    window - 1 positions are hidden (the query of step k stands at p + k). softcap c: scores become
+    c * tanh(score / c). Returns [Hq, N, Dv].
+    Raises ValueError for shapes that do not fit. An empty document is a fault of the packer and
+    asserts.
     """
     bounds = _check(q, k0, v0, chain_k, chain_v, starts, window)
     plan = _Plan(bounds, scaling, window, softcap, len(chain_k))
@@ -94,7 +103,8 @@ def ttt_attention_dense(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The definition of `ttt_attention`: the N x (k+1)N mask written out. Quadratic in N; tests and benchmarks only."""
+    """The definition of `ttt_attention`: the N x (k+1)N mask written out. Quadratic in N; tests and
+    benchmarks only."""
     bounds = torch.tensor(_check(q, k0, v0, chain_k, chain_v, starts, window))
     num_tokens, steps = q.shape[1], len(chain_k)
     position = torch.arange(num_tokens)
@@ -113,7 +123,9 @@ def ttt_attention_dense(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     accurate = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=accurate).to(values.dtype)
+    probabilities = (
+        scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=accurate).to(values.dtype)
+    )
     return probabilities @ values
 
 
@@ -128,20 +140,29 @@ def _check(
 ) -> tuple[int, ...]:
     if k0.shape[1:] != q.shape[1:] or v0.shape[:2] != k0.shape[:2] or q.shape[0] % k0.shape[0]:
         raise ValueError(
-            f"q {list(q.shape)}, k0 {list(k0.shape)}, v0 {list(v0.shape)} do not fit: expected [Hq, N, D], [Hkv, N, D], "
-            "[Hkv, N, Dv] with Hq a multiple of Hkv"
+            f"q {list(q.shape)}, k0 {list(k0.shape)}, v0 {list(v0.shape)} do not fit: expected "
+            "[Hq, N, D], [Hkv, N, D], [Hkv, N, Dv] with Hq a multiple of Hkv"
         )
-    if len(chain_k) != len(chain_v) or any(t.shape != k0.shape for t in chain_k) or any(t.shape != v0.shape for t in chain_v):
+    if (
+        len(chain_k) != len(chain_v)
+        or any(t.shape != k0.shape for t in chain_k)
+        or any(t.shape != v0.shape for t in chain_v)
+    ):
         raise ValueError(
-            f"chain keys {[list(t.shape) for t in chain_k]} and values {[list(t.shape) for t in chain_v]} must be one pair per "
-            f"step, shaped as k0 {list(k0.shape)} and v0 {list(v0.shape)}"
+            f"chain keys {[list(t.shape) for t in chain_k]} and values "
+            f"{[list(t.shape) for t in chain_v]} must be one pair per step, shaped as k0 "
+            f"{list(k0.shape)} and v0 {list(v0.shape)}"
         )
     if window is not None and window < 1:
         raise ValueError(f"window {window} hides every key; give at least 1, or None for no window")
     bounds = tuple(int(b) for b in (starts.tolist() if isinstance(starts, Tensor) else starts))
     if not bounds or bounds[0] != 0 or bounds[-1] != q.shape[1]:
-        raise ValueError(f"document borders {bounds} must run from 0 to the number of tokens, {q.shape[1]}")
-    assert all(a < b for a, b in zip(bounds[:-1], bounds[1:], strict=True)), f"empty document in {bounds}"
+        raise ValueError(
+            f"document borders {bounds} must run from 0 to the number of tokens, {q.shape[1]}"
+        )
+    assert all(a < b for a, b in zip(bounds[:-1], bounds[1:], strict=True)), (
+        f"empty document in {bounds}"
+    )
     return bounds
 
 
@@ -170,16 +191,20 @@ def _rows(x: Tensor, block: _Block, num_kv_heads: int) -> Tensor:
 def _probabilities(
     plan: _Plan, block: _Block, rows: Tensor, k0: Tensor, chain: Tensor | None, causal: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Probabilities of a block, [Hkv, G * b, padding + end - first], and the capped scores when there is a soft-cap.
+    """Probabilities of a block, [Hkv, G * b, padding + end - first], and the capped scores when
+    there is a soft-cap.
 
-    rows [Hkv, G * b, D] queries; chain [Hkv, G, N, c] diagonal scores or None; causal [block, block] additive mask.
-    Columns: the c chain steps, padding up to the alignment, then step-0 keys [first, end).
+    rows [Hkv, G * b, D] queries; chain [Hkv, G, N, c] diagonal scores or None; causal [block,
+    block] additive mask. Columns: the c chain steps, padding up to the alignment, then step-0 keys
+    [first, end).
     """
     first, begin, end = block
     padding, num_keys = plan.padding, end - first
     scores = rows.new_empty(rows.shape[0], rows.shape[1], padding + num_keys)
     causal_block = scores[..., padding:]
-    torch.baddbmm(causal_block, rows, k0[:, first:end].mT, beta=0, alpha=plan.scaling, out=causal_block)
+    torch.baddbmm(
+        causal_block, rows, k0[:, first:end].mT, beta=0, alpha=plan.scaling, out=causal_block
+    )
     capped = None
     if plan.softcap is not None:
         causal_block.div_(plan.softcap).tanh_().mul_(plan.softcap)
@@ -203,7 +228,8 @@ def _causal_mask(like: Tensor) -> Tensor:
 
 
 class _TTTAttention(torch.autograd.Function):
-    """One step over all documents. Saves its inputs only; probabilities live one block at a time."""
+    """One step over all documents. Saves its inputs only; probabilities live one block at a
+    time."""
 
     @staticmethod
     def forward(ctx, plan: _Plan, q: Tensor, k0: Tensor, v0: Tensor, *chain: Tensor) -> Tensor:
@@ -245,7 +271,9 @@ class _TTTAttention(torch.autograd.Function):
         if chain:
             diagonal = _chain_scores(plan, q, chain_k)
             weights, grad_scores = torch.empty_like(diagonal), torch.empty_like(diagonal)
-            grad_weights = torch.stack([(grouped_grad * value[:, None]).sum(-1) for value in chain_v], -1)
+            grad_weights = torch.stack(
+                [(grouped_grad * value[:, None]).sum(-1) for value in chain_v], -1
+            )
         causal = _causal_mask(q)
         for block in _blocks(plan):
             first, begin, end = block
@@ -274,9 +302,20 @@ class _TTTAttention(torch.autograd.Function):
                 visible = torch.where(torch.isinf(diagonal), 0, diagonal)
                 grad_scores *= 1 - (visible / plan.softcap).square()
             for step, key in enumerate(chain_k):
-                grad_q.unflatten(0, (num_kv, -1)).addcmul_(grad_scores[..., step, None], key[:, None])
-                grad_chain_k.append((grad_scores[..., step, None] * grouped_q).sum(1) * plan.scaling)
+                grad_q.unflatten(0, (num_kv, -1)).addcmul_(
+                    grad_scores[..., step, None], key[:, None]
+                )
+                grad_chain_k.append(
+                    (grad_scores[..., step, None] * grouped_q).sum(1) * plan.scaling
+                )
                 grad_chain_v.append((weights[..., step, None] * grouped_grad).sum(1))
         grad_q *= plan.scaling
         grad_k0 *= plan.scaling
-        return None, grad_q, grad_k0.to(k0.dtype), grad_v0.to(v0.dtype), *grad_chain_k, *grad_chain_v
+        return (
+            None,
+            grad_q,
+            grad_k0.to(k0.dtype),
+            grad_v0.to(v0.dtype),
+            *grad_chain_k,
+            *grad_chain_v,
+        )

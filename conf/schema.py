@@ -1,0 +1,182 @@
+"""The whole configuration of a run as one typed tree.
+
+Sections that configure a class are that class's own dataclass, found beside it. The sections of
+this file configure
+commands: what `evaluate`, `export`, `import` and `generate` are to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..data.dump import DumpConfig
+from ..data.rows import RowsConfig
+from ..inference.config import EngineConfig
+from ..models.heads import HeadConfig
+from ..models.target import DTYPES, TargetConfig
+from ..train.config import TrainConfig
+from ..train.tracker import TrackerConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """From conversations to hidden states."""
+
+    rows: RowsConfig
+    dump: DumpConfig
+
+
+@dataclass(frozen=True)
+class ValidateConfig:
+    """What the engine decodes with the live weights at each validation of a training run."""
+
+    engine: bool = True
+    """Measure acceptance in the engine, with the target in memory; false leaves the teacher-forced
+    figures, which need the cache alone."""
+    prompts: str = "heldout"
+    """humaneval, mt_bench, heldout or the path of a prompt file."""
+    limit: int = 8
+    """Prompts of that set."""
+    max_new_tokens: int = 48
+    """Tokens per answer, at most."""
+
+    def __post_init__(self) -> None:
+        if self.limit < 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"validate.limit={self.limit}, validate.max_new_tokens={self.max_new_tokens}: must "
+                "be at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What the acceptance report measures: every drafter on every prompt set, temperature and
+    dtype."""
+
+    head: str | None = None
+    """Native head folder; null takes the one that this run trained."""
+    drafters: tuple[str, ...] = ("none", "ngram", "mtp")
+    """none (plain decoding; always measured, and first), ngram (prompt look-up), mtp (the head),
+    untrained (the same head before its first step)."""
+    prompts: tuple[str, ...] = ("humaneval", "mt_bench", "heldout")
+    """humaneval, mt_bench, heldout (first questions of held-out conversations), or paths of prompt
+    files."""
+    limit: int = 16
+    """Prompts per set."""
+    max_new_tokens: int = 128
+    """Tokens per answer, at most."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """0 is greedy."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of the target, each with runs of its own; empty takes target.dtype."""
+    seed: int = 0
+    """Of sampled runs."""
+
+    def __post_init__(self) -> None:
+        known = ("none", "ngram", "mtp", "untrained")
+        for name in self.drafters:
+            if name not in known:
+                raise ValueError(
+                    f"evaluate.drafters: {name!r} is not known; choose among {', '.join(known)}"
+                )
+        for name in self.dtypes:
+            if name not in DTYPES:
+                raise ValueError(
+                    f"evaluate.dtypes: {name!r} is not known; choose among {', '.join(DTYPES)}"
+                )
+        if not self.prompts or not self.temperatures:
+            raise ValueError(
+                "evaluate.prompts and evaluate.temperatures need at least one entry each"
+            )
+        if self.limit < 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"evaluate.limit={self.limit}, evaluate.max_new_tokens={self.max_new_tokens}: must "
+                "be at least 1"
+            )
+        for temperature in self.temperatures:
+            if temperature < 0:
+                raise ValueError(
+                    f"evaluate.temperatures: {temperature} must be 0 (greedy) or positive"
+                )
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which head leaves in which layout."""
+
+    head: str | None = None
+    """Native head folder; null takes the one that this run trained."""
+    layout: str = "deepseek-mtp"
+    """The layout to write."""
+    folder: str | None = None
+    """Where to; null is export/LAYOUT below the work folder."""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Which foreign head comes in."""
+
+    folder: str | None = None
+    """The folder that holds it; null is what `export` of this run wrote."""
+    layout: str = "deepseek-mtp"
+    """The layout it has."""
+    out: str | None = None
+    """Native head folder to write; null is imported/ below the work folder."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """A conversation in the terminal."""
+
+    head: str | None = None
+    """Native head folder; null takes the one that this run trained, and decodes plainly where there
+    is none."""
+    drafter: str = "mtp"
+    """mtp (the head), ngram or none."""
+    prompt: str | None = None
+    """Answer this and end; null reads questions until an empty line."""
+    system: str | None = None
+    """System message; null leaves the chat template's own."""
+    max_new_tokens: int = 256
+    """Tokens per answer, at most."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose mass reaches p."""
+    seed: int = 0
+    """Of sampled answers."""
+
+    def __post_init__(self) -> None:
+        if self.drafter not in ("mtp", "ngram", "none"):
+            raise ValueError(f"generate.drafter={self.drafter!r}: choose mtp, ngram or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run: everything below `work`, and the settings that made it."""
+
+    work: str = "work/default"
+    """Folder of the run's artifacts: rows/, cache/, train/, export/, report.*"""
+    inputs: str | None = None
+    """Another run's work folder, whose rows and caches are used instead of this one's (sweeps,
+    ablations)."""
+    overwrite: bool = False
+    """Replace a finished cache or a training run of other settings below `work`, instead of
+    refusing."""
+    target: TargetConfig
+    head: HeadConfig
+    data: DataConfig
+    train: TrainConfig
+    engine: EngineConfig
+    tracker: TrackerConfig
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    import_head: ImportConfig = field(default_factory=ImportConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+    def __post_init__(self) -> None:
+        if not self.work:
+            raise ValueError("work is empty: name the folder of the run's artifacts, work=…")

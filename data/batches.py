@@ -1,0 +1,234 @@
+"""Packed batches in a fixed global order.
+
+Every epoch is a seeded permutation of the rows, packed first-fit into batches of at most
+`tokens_per_batch`. Batches are numbered through all epochs; that one number is the whole cursor.
+Rank r of W ranks takes the batches cursor + r, cursor + r + W, ...: the global order is the same
+for any W, so a run may resume with another number of ranks.
+Legend: N packed tokens, R rows of the batch, B boundaries, H hidden, K unroll steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_OPEN_BATCHES = (
+    16  # how many batches stay open for a row that fits none later: bounds the work, not the fill
+)
+
+
+class RowSource(Protocol):
+    """What batches are packed from: a `Cache`, or `OnlineRows`."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[R] int."""
+        ...
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of the rows."""
+        ...
+
+    def supervised_counts(self, steps: int) -> np.ndarray:
+        """[R, K] int64."""
+        ...
+
+    def gather(self, indices: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Tokens, masks, states."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Rows end to end; nothing is padded.
+
+    Attributes:
+        tokens: [N] int64. supervised: [N] bool, true where the assistant wrote the token.
+        hidden: [N, H], raw states (of boundary L before the final norm); [N, B·H] where B
+            boundaries are read.
+        starts: [R+1] int32, starts[0] = 0, starts[R] = N. positions: [N] int64, 0, 1, ... inside
+            each row.
+        row_ids: names of the R rows.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    hidden: Tensor
+    starts: Tensor
+    positions: Tensor
+    row_ids: tuple[str, ...]
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        return PackedBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.supervised.to(device, non_blocking=True),
+            self.hidden.to(device, non_blocking=True),
+            self.starts.to(device, non_blocking=True),
+            self.positions.to(device, non_blocking=True),
+            self.row_ids,
+        )
+
+
+class BatchPlan:
+    """Which rows make up which global batch.
+
+    Args:
+        source: where rows come from.
+        tokens_per_batch: upper limit of N; a longer row is refused.
+        seed: of the permutations.
+        rank, world_size: this process among those that share the batches.
+    Raises:
+        ValueError: no rows, a row longer than a batch, or a rank outside the world; names it and
+            the remedy.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        tokens_per_batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        lengths = np.asarray(source.lengths)
+        if not len(lengths):
+            raise ValueError(
+                "the source holds no rows; run prepare and dump with more conversations"
+            )
+        longest = int(lengths.argmax())
+        if lengths[longest] > tokens_per_batch:
+            raise ValueError(
+                f"row {longest} (id {source.ids[longest]!r}) has {int(lengths[longest])} tokens "
+                "and a batch holds "
+                f"{tokens_per_batch}: raise tokens_per_batch, or prepare with "
+                f"max_length={tokens_per_batch}"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}: must lie in 0 .. world_size - 1")
+        self.source = source
+        self.tokens_per_batch = tokens_per_batch
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self._lengths: list[int] = lengths.tolist()
+        self._firsts = [0]  # global index of each known epoch's first batch, and of the one after
+        self._last: tuple[int, list[list[int]]] = (-1, [])
+        self._counts = np.zeros((len(lengths), 0), np.int64)
+
+    def epoch_batches(self, epoch: int) -> list[list[int]]:
+        """Row numbers of every batch of one epoch; each row appears once."""
+        if self._last[0] != epoch:
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self._lengths))
+            self._last = (epoch, self._pack(order.tolist()))
+        return self._last[1]
+
+    def _pack(self, order: list[int]) -> list[list[int]]:
+        """First fit: a row goes to the oldest open batch with room, else it opens one."""
+        batches: list[list[int]] = []
+        room: list[int] = []
+        oldest = 0
+        for row in order:
+            length = self._lengths[row]
+            for place in range(oldest, len(batches)):
+                if length <= room[place]:
+                    break
+            else:
+                place = len(batches)
+                batches.append([])
+                room.append(self.tokens_per_batch)
+                oldest = max(0, len(batches) - _OPEN_BATCHES)
+            batches[place].append(row)
+            room[place] -= length
+        return batches
+
+    def epoch_of(self, index: int) -> tuple[int, int]:
+        """(epoch, place in it) of a global batch."""
+        if index < 0:
+            raise ValueError(f"batch {index}: global indices begin at 0")
+        while self._firsts[-1] <= index:
+            batches = self.epoch_batches(len(self._firsts) - 1)
+            self._firsts.append(self._firsts[-1] + len(batches))
+        epoch = int(np.searchsorted(self._firsts, index, "right")) - 1
+        return epoch, index - self._firsts[epoch]
+
+    def num_batches(self, epochs: int = 1) -> int:
+        """Global batches in the first `epochs` epochs."""
+        while len(self._firsts) <= epochs:
+            self.epoch_of(self._firsts[-1])
+        return self._firsts[epochs]
+
+    def rows(self, index: int) -> list[int]:
+        """Row numbers of a global batch."""
+        epoch, place = self.epoch_of(index)
+        return self.epoch_batches(epoch)[place]
+
+    def tokens(self, index: int) -> int:
+        """N of a global batch, without reading it."""
+        return sum(self._lengths[row] for row in self.rows(index))
+
+    def supervised(self, index: int, steps: int) -> tuple[int, ...]:
+        """Supervised head rows of a global batch at each of K steps, without reading it."""
+        if self._counts.shape[1] < steps:
+            self._counts = self.source.supervised_counts(steps)
+        return tuple(self._counts[self.rows(index), :steps].sum(0).tolist())
+
+    def batch(self, index: int) -> PackedBatch:
+        """Read a global batch."""
+        rows = self.rows(index)
+        tokens, supervised, hidden = self.source.gather(rows)
+        lengths = [len(part) for part in tokens]
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        if hidden.shape[0] != int(starts[-1]):
+            raise ValueError(
+                f"batch {index}: {int(starts[-1])} tokens came with {hidden.shape[0]} states (rows "
+                f"{[self.source.ids[row] for row in rows]}); the source is damaged"
+            )
+        return PackedBatch(
+            torch.cat(tokens),
+            torch.cat(supervised),
+            hidden,
+            starts,
+            torch.cat([torch.arange(length) for length in lengths]),
+            tuple(self.source.ids[row] for row in rows),
+        )
+
+    def own(self, cursor: int = 0) -> Iterator[int]:
+        """This rank's global batch numbers from the cursor on, without end."""
+        return itertools.count(cursor + self.rank, self.world_size)
+
+    def state_dict(self, cursor: int) -> dict[str, Any]:
+        """The cursor with what gives it its meaning; JSON-ready."""
+        return {"cursor": cursor, **self._meaning()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """The cursor to go on from.
+
+        Raises:
+            ValueError: it was counted over other rows, another seed or another batch size; names
+                the field.
+        """
+        for name, value in self._meaning().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the data cursor was counted with {name}={state.get(name)!r}, this run has "
+                    f"{value!r}; resume "
+                    "with the same rows, seed and tokens_per_batch (the number of ranks may change)"
+                )
+        return int(state["cursor"])
+
+    def _meaning(self) -> dict[str, Any]:
+        return {
+            "num_rows": len(self._lengths),
+            "num_tokens": sum(self._lengths),
+            "seed": self.seed,
+            "tokens_per_batch": self.tokens_per_batch,
+        }

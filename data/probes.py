@@ -1,0 +1,161 @@
+"""Probes that name the classic faults of hidden states before anything is trained on them.
+
+shift:  the likelihood of x_{p+1} under lm_head(norm(h_p)) must beat that of x_p and of x_{p+2} by a
+        wide margin; another winner means that the states are shifted against the tokens.
+norm:   the state through the final norm must predict better than without it; the reverse means that
+        the states were normed already.
+argmax: the cached states and the engine, run anew on each row alone, must choose the same token;
+        else they come from another layer, another row or another batch.
+
+A target that predicts nothing (random weights) makes the first two inconclusive: said, not refused.
+Legend: N packed tokens, H hidden, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.shift import row_ends
+from ..models.trunk import Trunk
+
+MARGIN = 0.5  # nats
+AGREEMENT = 0.98
+TIE = 0.02  # of the height of the best logit over the mean: closer than this is a tie
+_CHUNK = 256
+OK, INCONCLUSIVE = "ok", "inconclusive"
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What the probes measured (nats) and found; a verdict is ok, inconclusive, or the fault's
+    name.
+    """
+
+    positions: int
+    shift_nll: dict[str, float]
+    raw_nll: float
+    argmax_agreement: float | None
+    verdicts: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+    @property
+    def faults(self) -> list[str]:
+        """The names of the faults found."""
+        return [text for text in self.verdicts.values() if text not in (OK, INCONCLUSIVE)]
+
+    def refuse_faults(self, where: str) -> None:
+        """Raise on any fault.
+
+        Raises:
+            ValueError: the faults with their numbers.
+        """
+        if self.faults:
+            raise ValueError(
+                f"{where}: {'; '.join(self.faults)}. Nothing learnt from such states would be right"
+            )
+
+
+@torch.inference_mode()
+def probe_states(
+    trunk: Trunk,
+    states: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    engine_logits: Callable[[int, int], Tensor] | None = None,
+) -> ProbeReport:
+    """Probe raw states of boundary L.
+
+    Args:
+        states: [N, H], any float dtype. tokens: [N] int. starts: [R+1] int row borders.
+        engine_logits: (a, b) -> [b-a, V], the engine's own logits at packed positions a..b-1.
+    Raises:
+        ValueError: no row has three tokens.
+    """
+    tokens, starts = tokens.to(trunk.device).long(), starts.to(trunk.device)
+    whole = torch.arange(tokens.shape[0], device=trunk.device) + 2 < row_ends(starts)
+    if not whole.any():
+        raise ValueError(
+            f"the probes need a row of at least 3 tokens; the {len(starts) - 1} rows are shorter"
+        )
+    sums: dict[str, float] = dict.fromkeys(("-1", "0", "+1", "raw"), 0.0)
+    agree = compared = 0
+    for begin in range(0, tokens.shape[0], _CHUNK):
+        end = min(begin + _CHUNK, tokens.shape[0])
+        raw = states[begin:end].to(trunk.device, trunk.dtype)
+        logits = trunk.logits(trunk.norm(raw)).float()
+        if engine_logits is not None:
+            agree += _agreements(logits, engine_logits(begin, end).float())
+            compared += end - begin
+        places = torch.nonzero(whole[begin:end])[:, 0]
+        for name, offset in (("-1", 0), ("0", 1), ("+1", 2)):
+            sums[name] += _nll(logits[places], tokens[begin + places + offset])
+        sums["raw"] += _nll(trunk.logits(raw[places]).float(), tokens[begin + places + 1])
+    count = int(whole.sum())
+    means = {name: round(total / count, 4) for name, total in sums.items()}
+    agreement = round(agree / compared, 4) if compared else None
+    raw_nll = means.pop("raw")
+    knows = math.log(trunk.vocab_size) - MARGIN
+    verdicts = {
+        "shift": _shift_verdict(means, knows),
+        "norm": _norm_verdict(means["0"], raw_nll, knows),
+    }
+    if agreement is not None:
+        verdicts["argmax"] = OK if agreement >= AGREEMENT else _argmax_fault(agreement)
+    return ProbeReport(count, means, raw_nll, agreement, verdicts)
+
+
+def _nll(logits: Tensor, wanted: Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+
+
+def _agreements(cached: Tensor, engine: Tensor) -> int:
+    """Positions where the cached state's choice is the engine's, or ties with it; [n, V] each."""
+    chosen = engine.gather(1, cached.argmax(-1, keepdim=True))[:, 0]
+    best = engine.amax(-1)
+    return int((best - chosen <= TIE * (best - engine.mean(-1))).sum())
+
+
+def _shift_verdict(nll: dict[str, float], knows: float) -> str:
+    if not all(map(math.isfinite, nll.values())):
+        return f"shift: the likelihoods are not finite ({nll})"
+    if min(nll.values()) > knows:
+        return INCONCLUSIVE
+    best = min(nll, key=lambda name: nll[name])
+    if best == "0" and nll["0"] + MARGIN <= min(nll["-1"], nll["+1"]):
+        return OK
+    place = {
+        "-1": "the states lie one position late: h_p predicts x_p",
+        "0": f"h_p predicts x_(p+1) by less than {MARGIN} nats better than its neighbours",
+        "+1": "the states lie one position early: h_p predicts x_(p+2)",
+    }[best]
+    told = ", ".join(f"{name}: {value:.2f}" for name, value in nll.items())
+    return f"shift: {place} (mean negative log-likelihood by shift {told})"
+
+
+def _norm_verdict(normed: float, raw: float, knows: float) -> str:
+    if min(normed, raw) > knows or (math.isfinite(normed) and abs(normed - raw) < 0.02):
+        return INCONCLUSIVE
+    if normed < raw:
+        return OK
+    return (
+        f"norm: the states predict better without the final norm ({raw:.2f} nats) than with it "
+        f"({normed:.2f}); "
+        "they were normed before they were stored"
+    )
+
+
+def _argmax_fault(agreement: float) -> str:
+    return (
+        f"argmax: the states choose the engine's own token at only {agreement:.1%} of the "
+        "positions; they come from "
+        "another layer, another row, or were normed"
+    )

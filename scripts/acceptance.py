@@ -1,0 +1,115 @@
+"""What training and evaluation have in common: prompt sets as the engine takes them, and drafters
+by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..conf.schema import Config
+from ..data.prompts import load_prompts
+from ..inference.acceptance import PromptSet, measure
+from ..inference.config import SamplingParams
+from ..inference.drafters import Drafter, HeadDrafter, NgramDrafter
+from ..models.heads import HeadConfig, InitConfig, LoadedHead, MTPHead, NormConfig, build_head
+from ..models.target import Target, load_tokenizer
+from .artifacts import Artifacts
+
+
+def prompt_set(
+    name: str, limit: int, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> PromptSet:
+    """A named set or a file of prompts, through the chat template that the rows were made with."""
+    prompts = load_prompts(
+        name,
+        limit=limit,
+        tokenizer=tokenizer,
+        rows=Artifacts.of(config).rows if name == "heldout" else None,
+        template_kwargs=config.data.rows.template_kwargs,
+    )
+    label = name if "/" not in name else Path(name).stem
+    return PromptSet(
+        label,
+        prompts[0].form,
+        [prompt.id for prompt in prompts],
+        [prompt.tokens for prompt in prompts],
+    )
+
+
+def drafter(name: str, loaded: LoadedHead | None, target: Target) -> Drafter | None:
+    """A fresh drafter by its name in reports; None decodes plainly.
+
+    Args:
+        loaded: the head that `mtp` drafts with, and whose beginning `untrained` rebuilds.
+    """
+    if name == "none":
+        return None
+    if name == "ngram":
+        return NgramDrafter()
+    assert loaded is not None
+    head = loaded.head if name == "mtp" else untrained(loaded, target)
+    return HeadDrafter(head, loaded.draft_ids, name)
+
+
+def untrained(loaded: LoadedHead, target: Target) -> MTPHead:
+    """The head as it was before its first step, rebuilt from what its folder says.
+
+    Raises:
+        ValueError: the folder does not say how training began (an imported head).
+    """
+    spec, training = loaded.meta["head"], loaded.meta.get("training", {})
+    if "state_rms" not in training:
+        raise ValueError(
+            "the head's folder does not say how its training began, so `untrained` cannot be "
+            "rebuilt; leave it out of "
+            "evaluate.drafters"
+        )
+    config = HeadConfig(spec["kind"], NormConfig(**spec["norms"]), InitConfig(**spec["init"]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training["seed"])
+        return build_head(config, target.folder, training["state_rms"])
+
+
+class LiveAcceptance:
+    """The weights of this moment, drafting in the engine. The target is loaded at the first call.
+
+    Args:
+        draft_ids: int64 [Vd] of a reduced draft vocabulary, or None.
+    """
+
+    def __init__(self, config: Config, draft_ids: Tensor | None) -> None:
+        self.config = config
+        self.draft_ids = draft_ids
+        self._ready: tuple[Target, PromptSet] | None = None
+
+    def __call__(self, head: nn.Module) -> dict[str, Any]:
+        """Figures of one measurement; `score`, which the best weights are chosen by, is the tokens
+        per target call."""
+        assert isinstance(head, MTPHead)
+        if self._ready is None:
+            target = Target.load(self.config.target)
+            settings = self.config.validate
+            prompts = prompt_set(
+                settings.prompts, settings.limit, self.config, load_tokenizer(target.folder)
+            )
+            self._ready = target, prompts
+        target, prompts = self._ready
+        params = SamplingParams(max_new_tokens=self.config.validate.max_new_tokens)
+        result = measure(
+            target, HeadDrafter(head, self.draft_ids), prompts, self.config.engine, params
+        )
+        counts = result.metrics
+        return {
+            "score": counts.tokens_per_target_call,
+            "prompts": prompts.name,
+            "tokens_per_target_call": counts.tokens_per_target_call,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "num_drafts": counts.num_drafts,
+            "accepted_per_position": counts.accepted_per_position,
+            "tokens": result.tokens,
+            "seconds": round(result.seconds, 3),
+        }

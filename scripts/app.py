@@ -1,0 +1,233 @@
+"""What every command shares: its help, its overrides, its exit codes. `Verb.main` is the whole of a
+command line.
+
+A command is a Hydra app (`--cfg job`, `--multirun`, `--info`, launcher and sweeper plug-ins);
+before Hydra sees the command line, the overrides are checked and composed once, so that a wrong one
+ends here, with the nearest right one.
+
+Exit codes: 0 done; 2 refused (wrong input, or a machine without the room or the rights); 130
+interrupted (Ctrl-C); 1 an error in draftsmith itself, shown with its traceback.
+DRAFTSMITH_TRACEBACK=1 shows a traceback for 2, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from transformers.utils import logging as transformers_logging
+
+from ..conf.compose import MODULE, ROOT, check, composed, groups, options, plain, to_config
+from ..conf.schema import Config
+from .cli import VERBS
+
+REFUSED, INTERRUPTED = 2, 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One run of a command.
+
+    Attributes:
+        overrides: as typed, after the verb's own. resolved: the whole configuration, JSON-ready,
+            for provenance.
+        console: prints to the user; silent on every rank but the first.
+    """
+
+    verb: str
+    overrides: tuple[str, ...]
+    resolved: dict[str, Any]
+    console: Console = field(default_factory=Console)
+
+    def say(self, text: str) -> None:
+        """Print a line (rich markup)."""
+        self.console.print(text, highlight=False)
+
+    def wrote(self, **places: Path | str) -> None:
+        """Say what was written and where."""
+        width = max(map(len, places))
+        for name, place in places.items():
+            self.say(f"  [green]{name:<{width}}[/]  {escape(str(place))}")
+
+    def next(self, verb: str, *further: str) -> None:
+        """Say which command comes next over the same run."""
+        words = shlex.join(["draftsmith", verb, *self.overrides, *further])
+        self.say(f"[bold]next:[/] {escape(words)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """A command.
+
+    Attributes:
+        name: a key of `cli.VERBS`, which also holds the summary.
+        task: does the work.
+        reads, writes: artifacts, in words. sections: keys and sections of the configuration that
+            `--help` lists.
+        examples: whole command lines. kept: what an interruption leaves behind, in words.
+        defaults: overrides that stand before the user's, unless the user sets the same key.
+    """
+
+    name: str
+    task: Callable[[Config, Invocation], None]
+    reads: str
+    writes: str
+    sections: tuple[str, ...]
+    examples: tuple[str, ...]
+    kept: str
+    defaults: tuple[str, ...] = ()
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run a command line (`sys.argv` when none is given) and return its exit code."""
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        # The deepspeed launcher adds this to every rank's line; LOCAL_RANK says the same.
+        given = [word for word in given if not word.startswith(("--local_rank", "--local-rank"))]
+        console = Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
+        with _short_warnings():
+            return self._guarded(lambda: self._run(given, console))
+
+    def help(self) -> str:
+        """The text of `--help`: purpose, input, output, options with defaults and meanings,
+        examples."""
+        node = composed(self.defaults)
+        lines = [
+            f"draftsmith {self.name}: {VERBS[self.name]}",
+            "",
+            f"usage: draftsmith {self.name} [key=value ...] [--cfg job] [--multirun]",
+            "",
+            f"  reads   {self.reads}",
+            f"  writes  {self.writes}",
+            "",
+            "options, with their defaults:",
+        ]
+        for key, meaning in options().items():
+            if any(key == section or key.startswith(f"{section}.") for section in self.sections):
+                lines.append(f"  {key}={_shown(OmegaConf.select(node, key))}")
+                if meaning:
+                    lines.append(f"      {meaning}")
+        lines += ["", "groups of defaults, chosen by group=name:"]
+        lines += [f"  {name:<12}{', '.join(choices)}" for name, choices in groups().items()]
+        lines += ["", "examples:", *(f"  {example}" for example in self.examples), ""]
+        lines.append(
+            "--cfg job prints the whole configuration; DRAFTSMITH_TRACEBACK=1 shows where an error "
+            "arose."
+        )
+        return "\n".join(lines)
+
+    def _run(self, given: list[str], console: Console) -> int:
+        flags = get_args_parser().parse_intermixed_args(given)
+        if flags.help:
+            console.print(self.help(), highlight=False, markup=False)
+            return 0
+        typed = {word.split("=")[0].lstrip("+") for word in flags.overrides}
+        overrides = [
+            *(word for word in self.defaults if word.split("=")[0] not in typed),
+            *flags.overrides,
+        ]
+        parsed = check(overrides, flags.config_dir)
+        if not flags.multirun:
+            if any(override.is_sweep_override() for override in parsed):
+                raise ValueError(
+                    "several values for one key: add --multirun to sweep, or write a list as [a,b]"
+                )
+            node = composed(overrides, flags.config_dir)
+            to_config(node)
+            if flags.cfg == "job":
+                print(OmegaConf.to_yaml(node), end="")
+                return 0
+        codes: list[int] = []
+        transformers_logging.disable_progress_bar()
+
+        def job(node: DictConfig) -> None:
+            invocation = Invocation(self.name, tuple(overrides), plain(node), console)
+            codes.append(self._guarded(lambda: self.task(to_config(node), invocation)))
+
+        before = sys.argv
+        sys.argv = [
+            f"draftsmith-{self.name}",
+            *(word for word in given if word not in flags.overrides),
+            *overrides,
+        ]
+        try:
+            hydra.main(version_base="1.3", config_path=f"pkg://{MODULE}", config_name=ROOT)(job)()
+        finally:
+            sys.argv = before
+        return max(codes, default=0)
+
+    def _guarded(self, work: Callable[[], int | None]) -> int:
+        """The exit code of `work`, whose errors are told in a line where the user can mend them."""
+        try:
+            return work() or 0
+        except KeyboardInterrupt as interruption:
+            _complain(str(interruption) or f"interrupted; {self.kept}")
+            return INTERRUPTED
+        except ValueError as error:
+            _complain(str(error), error)
+            return REFUSED
+        except BrokenPipeError:  # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return INTERRUPTED
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                traceback.print_exc()
+                return 1
+            place = f": {error.filename}" if error.filename else ""
+            _complain(f"{error.strerror}{place}; {self.kept}", error)
+            return REFUSED
+        except Exception:
+            traceback.print_exc()
+            return 1
+
+
+def _shown(value: Any) -> str:
+    """A value as it would be typed after `key=`."""
+    if OmegaConf.is_list(value):
+        return "[" + ",".join(map(_shown, value)) + "]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value) if value != "" else '""'
+
+
+def _complain(message: str, error: BaseException | None = None) -> None:
+    """One line on stderr. An error that a library raised may not be the user's: say how to see
+    where it arose."""
+    if error is not None and os.environ.get("DRAFTSMITH_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"[bold red]draftsmith:[/] {escape(message)}", highlight=False)
+    if error is not None and error.__traceback__ is not None:
+        innermost = list(traceback.walk_tb(error.__traceback__))[-1][0].f_code.co_filename
+        if not Path(innermost).is_relative_to(Path(__file__).parents[1]) or ".venv" in innermost:
+            console.print("[dim]DRAFTSMITH_TRACEBACK=1 shows where this arose[/]", highlight=False)
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings without file, line and source, as a user of a command reads them."""
+    before = warnings.formatwarning
+
+    def short(message: Warning | str, category: type[Warning], *_: object, **__: object) -> str:
+        return (
+            f"{'warning' if issubclass(category, UserWarning) else category.__name__}: {message}\n"
+        )
+
+    warnings.formatwarning = short  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before

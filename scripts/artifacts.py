@@ -1,0 +1,80 @@
+"""Where a run keeps what: one folder, `work`, and fixed names below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..conf.schema import Config
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """The paths of a run: `work` holds what it makes, `inputs` its rows and caches (the same
+    folder, mostly)."""
+
+    work: Path
+    inputs: Path
+
+    @classmethod
+    def of(cls, config: Config) -> Artifacts:
+        """Those of a configuration."""
+        return cls(Path(config.work), Path(config.inputs or config.work))
+
+    @property
+    def rows(self) -> Path:
+        """Token rows, their ledger and manifest."""
+        return self.inputs / "rows"
+
+    @property
+    def cache(self) -> Path:
+        """The target's hidden states."""
+        return self.inputs / "cache"
+
+    @property
+    def heldout_cache(self) -> Path:
+        """The same of the held-out rows, which validation reads."""
+        return self.inputs / "cache-heldout"
+
+    @property
+    def train(self) -> Path:
+        """run.json, metrics.jsonl, checkpoints/, best/ and head/."""
+        return self.work / "train"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, of the training run."""
+        return self.train / "metrics.jsonl"
+
+    @property
+    def run(self) -> Path:
+        """What the training run is, and whether it is finished."""
+        return self.train / "run.json"
+
+    @property
+    def head(self) -> Path:
+        """The native head folder that training ends with."""
+        return self.train / "head"
+
+    @property
+    def best(self) -> Path:
+        """The head of the best validation so far, while training goes on."""
+        return self.train / "best"
+
+    def head_or(self, folder: str | None) -> Path:
+        """The head folder asked for, or this run's own.
+
+        Raises:
+            ValueError: nothing is there; says how to make it.
+        """
+        path = self.head if folder is None else Path(folder)
+        if not (path / "config.json").exists():
+            remedy = (
+                "run `draftsmith train` first" if folder is None else "name a native head folder"
+            )
+            raise ValueError(f"{path} holds no head (no config.json): {remedy}")
+        return path
+
+    def exported(self, layout: str, folder: str | None) -> Path:
+        """The folder of an export."""
+        return self.work / "export" / layout if folder is None else Path(folder)

@@ -1,0 +1,259 @@
+"""`draftsmith evaluate`: head + prompts -> acceptance report, beside plain decoding and prompt
+look-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..conf.schema import Config
+from ..inference.acceptance import PromptSet, RunResult, measure
+from ..inference.config import SamplingParams
+from ..inference.plots import unconditional
+from ..inference.report import render, verdicts
+from ..models.files import content_hash, read_json, sha256_file
+from ..models.heads import LoadedHead, load_head
+from ..models.provenance import write_provenance
+from ..models.target import Target, load_tokenizer
+from ..train.metrics import read_metrics
+from .acceptance import drafter, prompt_set
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+from .progress import progress
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Measure, write the report, show its table."""
+    report, written = evaluate(config, invocation)
+    show(report, invocation)
+    invocation.wrote(
+        **{path.suffix[1:]: path for path in written if path.suffix != ".png"},
+        plots=written[0].parent / "*.png",
+    )
+    invocation.next("export")
+
+
+def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], list[Path]]:
+    """The report, and the files it was written to."""
+    artifacts, settings = Artifacts.of(config), config.evaluate
+    runs: list[dict[str, Any]] = []
+    target = loaded = None
+    for dtype in settings.dtypes or (config.target.dtype,):
+        target = Target.load(dataclasses.replace(config.target, dtype=dtype))
+        loaded = _head(config, target)
+        tokenizer = load_tokenizer(target.folder)
+        for name in settings.prompts:
+            prompts = prompt_set(name, settings.limit, config, tokenizer)
+            for temperature in settings.temperatures:
+                params = SamplingParams(
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=temperature,
+                    seed=settings.seed,
+                )
+                runs += _measured(target, loaded, prompts, params, config, invocation)
+    assert target is not None
+    report = {
+        "target": _about_target(target, config),
+        "head": _about_head(loaded, config),
+        "data": _about_data(artifacts),
+        "settings": {**_settings(config), "threads": torch.get_num_threads()},
+        "key": key(config),
+        "runs": runs,
+    }
+    metrics = list(read_metrics(artifacts.metrics)) if artifacts.metrics.exists() else []
+    written = render(report, metrics, artifacts.work)
+    write_provenance(artifacts.work, invocation.resolved)
+    return report, written
+
+
+def key(config: Config) -> str:
+    """Hash of everything that determines a report but the machine: the head's bytes and the
+    settings."""
+    head = None
+    if _needs_head(config):
+        head = sha256_file(Artifacts.of(config).head_or(config.evaluate.head) / "head.safetensors")
+    return content_hash(
+        {"head": head, **_settings(config), "target": dataclasses.asdict(config.target)}
+    )
+
+
+def reusable(config: Config) -> dict[str, Any] | None:
+    """The report in the work folder, if it is the one that these settings and this head would
+    give."""
+    path = Artifacts.of(config).work / "report.json"
+    if not path.exists() or not path.with_suffix(".html").exists():
+        return None
+    report = read_json(path)
+    return report if report.get("key") == key(config) else None
+
+
+def show(report: dict[str, Any], invocation: Invocation) -> None:
+    """The report for a terminal: a table for each dtype and temperature, then the verdicts."""
+    settings = dict.fromkeys((run["dtype"], run["temperature"]) for run in report["runs"])
+    for dtype, temperature in settings:
+        shown = Table(
+            *(
+                "prompts",
+                "drafter",
+                "tok/call",
+                "per position",
+                "tok/s",
+                "speed-up",
+                "= plain",
+                "ties",
+            ),
+            title=f"{dtype}, temperature {temperature:g}",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
+        for column in shown.columns[2:]:
+            column.justify = "right"
+        for run in report["runs"]:
+            if (run["dtype"], run["temperature"]) == (dtype, temperature):
+                shown.add_row(*_row(run))
+        invocation.console.print(shown)
+    invocation.say(
+        "[dim]tok/call: tokens per target call, bonus included; per position: % of drafts accepted "
+        "up to there; = plain: "
+        "greedy output equal to plain decoding, near ties aside[/]"
+    )
+    for line in verdicts(report["runs"]):
+        invocation.say(f"- {line}")
+
+
+def _row(run: dict[str, Any]) -> list[str]:
+    return [
+        run["prompts"],
+        run["drafter"],
+        f"{run['tokens_per_target_call']:.3f}",
+        " ".join(f"{100 * share:.0f}" for share in unconditional(run)),
+        f"{run['tokens_per_second']:.1f}",
+        f"{run['speedup']:.2f}×",
+        {True: "yes", False: "NO", None: ""}[run["identical_to_plain"]],
+        str(run["near_ties"] or ""),
+    ]
+
+
+def _measured(
+    target: Target,
+    loaded: LoadedHead | None,
+    prompts: PromptSet,
+    params: SamplingParams,
+    config: Config,
+    invocation: Invocation,
+) -> list[dict[str, Any]]:
+    """Every drafter on one prompt set, plain decoding first, since the others are compared with
+    it."""
+    plain: RunResult | None = None
+    entries = []
+    for name in dict.fromkeys(("none", *config.evaluate.drafters)):
+        what = (
+            f"{prompts.name}, {name}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
+        )
+        with progress(invocation.console, what, "prompts") as report:
+            result = measure(
+                target, drafter(name, loaded, target), prompts, config.engine, params, plain, report
+            )
+        plain = plain or result
+        entries.append(result.to_json())
+        counts = result.metrics
+        invocation.say(
+            f"{what}: {counts.tokens_per_target_call:.3f} tokens per target call, "
+            f"{result.tokens_per_second:.1f} tokens/s"
+            + (f" ({result.speedup:.2f}×)" if name != "none" and result.speedup else "")
+        )
+    return entries
+
+
+def _needs_head(config: Config) -> bool:
+    return bool({"mtp", "untrained"} & set(config.evaluate.drafters))
+
+
+def _head(config: Config, target: Target) -> LoadedHead | None:
+    if not _needs_head(config):
+        return None
+    return load_head(Artifacts.of(config).head_or(config.evaluate.head), target.fingerprint)
+
+
+def _about_target(target: Target, config: Config) -> dict[str, Any]:
+    return {
+        "source": config.target.source,
+        "family": str(target.config.model_type),
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocabulary": target.vocab_size,
+        "device": str(target.device),
+        "fingerprint": dict(target.fingerprint),
+    }
+
+
+def _about_head(loaded: LoadedHead | None, config: Config) -> dict[str, Any]:
+    if loaded is None:
+        return {}
+    known = ("head", "recycle", "draft_vocab_size", "trained_length", "training", "sha256")
+    folder = Artifacts.of(config).head_or(config.evaluate.head)
+    parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
+    about = {name: loaded.meta[name] for name in known if name in loaded.meta}
+    return {"folder": folder.as_posix(), "parameters": parameters, **about}
+
+
+def _about_data(artifacts: Artifacts) -> dict[str, Any]:
+    about: dict[str, Any] = {}
+    if (artifacts.rows / "ledger.json").exists():
+        ledger = read_json(artifacts.rows / "ledger.json")
+        about |= {name: ledger[name] for name in ("records", "tokens")}
+    if (artifacts.cache / "manifest.json").exists():
+        manifest = read_json(artifacts.cache / "manifest.json")
+        about["cache"] = {
+            "key": manifest["key"],
+            "boundaries": manifest["boundaries"],
+            **manifest["counts"],
+        }
+    return about
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What the runs were made with, JSON-ready."""
+    sections = {"evaluate": config.evaluate, "engine": config.engine}
+    told = {name: dataclasses.asdict(section) for name, section in sections.items()}
+    told["evaluate"].pop("head")
+    listed = {
+        name: list(value) for name, value in told["evaluate"].items() if isinstance(value, tuple)
+    }
+    told["evaluate"] |= listed
+    return told
+
+
+VERB = Verb(
+    name="evaluate",
+    task=run,
+    reads=(
+        "a head (WORK/train/head), the target, WORK/rows for held-out prompts, "
+        "WORK/train/metrics.jsonl"
+    ),
+    writes="WORK/report.json, report.md, report.html, *.png, provenance.json",
+    sections=("work", "inputs", "evaluate", "engine", "target.dtype"),
+    examples=(
+        "draftsmith evaluate",
+        "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",
+        "draftsmith evaluate evaluate.head=some/head evaluate.prompts=[mt_bench,my/prompts.jsonl] "
+        "engine.draft_tokens=5",
+    ),
+    kept="the report is written at the end, so an earlier one is untouched",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.evaluate`."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

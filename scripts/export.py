@@ -1,0 +1,130 @@
+"""`draftsmith export`: native head -> another layout, read back and compared by logits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from ..conf.schema import Config
+from ..conf.structured import nearest
+from ..models.attention import PackedContext
+from ..models.formats.deepseek_mtp import export_deepseek_mtp, import_deepseek_mtp
+from ..models.heads import LoadedHead, load_head
+from ..models.provenance import write_provenance
+from ..models.target import fingerprint, prepare_folder
+from ..models.trunk import Trunk
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+
+EXPORTERS: dict[str, Callable[[LoadedHead, Path, Path], dict[str, str]]] = {
+    "deepseek-mtp": export_deepseek_mtp
+}
+IMPORTERS: dict[str, Callable[[Path], LoadedHead]] = {"deepseek-mtp": import_deepseek_mtp}
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits that an export may show when read back; weights are stored
+as they are."""
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Export, compare, say what every tensor is and where."""
+    out, origins = export(config, invocation)
+    shown = Table("tensor", "origin", box=None, pad_edge=False, header_style="bold")
+    for name, origin in origins.items():
+        shown.add_row(name, origin)
+    invocation.console.print(shown)
+    invocation.wrote(**{config.export.layout: out})
+    invocation.next("generate")
+
+
+def export(config: Config, invocation: Invocation) -> tuple[Path, dict[str, str]]:
+    """Write the layout and prove it; its folder, and the origin of each of its tensors.
+
+    Raises:
+        ValueError: an unknown layout, a head that the layout cannot hold, or one that came back
+        different.
+    """
+    layout, artifacts = config.export.layout, Artifacts.of(config)
+    known(layout)
+    folder = prepare_folder(config.target)
+    loaded = load_head(artifacts.head_or(config.export.head), fingerprint(folder))
+    out = artifacts.exported(layout, config.export.folder)
+    origins = EXPORTERS[layout](loaded, folder, out)
+    difference = largest_difference(
+        loaded, IMPORTERS[layout](out), Trunk.load(folder, torch.float32)
+    )
+    if not difference <= TOLERANCE:
+        raise ValueError(
+            f"{out}: read back, the head's logits differ by {difference:.3g} (at most "
+            f"{TOLERANCE:g} is rounding); do not "
+            "use this export"
+        )
+    write_provenance(out, invocation.resolved)
+    invocation.say(f"read back: logits differ by at most {difference:.3g}")
+    if loaded.draft_ids is not None:
+        invocation.say(
+            f"the head was trained on {len(loaded.draft_ids):,} draft ids; the layout drafts from "
+            "all "
+            f"{loaded.head.target_config.vocab_size:,}, with the target's own lm_head"
+        )
+    return out, origins
+
+
+def known(layout: str) -> None:
+    """Refuse a layout that is not written or read here."""
+    if layout not in EXPORTERS:
+        raise ValueError(f"layout {layout!r} is not known; {nearest(layout, EXPORTERS)}")
+
+
+@torch.inference_mode()
+def largest_difference(
+    one: LoadedHead, other: LoadedHead, trunk: Trunk, rows: int = 48, steps: int = 2
+) -> float:
+    """Largest absolute difference of two heads' float32 logits over the same input, recycled once.
+
+    Args:
+        trunk: of the target, float32. rows: N random rows: seeded tokens, states of unit RMS.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(trunk.vocab_size, (steps, rows), generator=generator)
+    hidden = torch.randn(rows, trunk.hidden_size, generator=generator)
+    states: list[Tensor] = [hidden, hidden]
+    worst = 0.0
+    for step in range(steps):
+        positions = torch.arange(rows) + step
+        states = [
+            loaded.head.eval()(
+                trunk.embed(tokens[step]), state, positions, PackedContext([0, rows])
+            )
+            for loaded, state in zip((one, other), states, strict=True)
+        ]
+        ours, theirs = (trunk.logits(state) for state in states)
+        worst = max(worst, float((ours - theirs).abs().max()))
+    return worst
+
+
+VERB = Verb(
+    name="export",
+    task=run,
+    reads="a native head (WORK/train/head) and the target's embedding and lm_head",
+    writes="WORK/export/LAYOUT: weights and configuration of that layout, provenance.json",
+    sections=("work", "export", "target.source"),
+    examples=(
+        "draftsmith export",
+        "draftsmith export export.head=some/head export.folder=for-an-engine",
+    ),
+    kept="each file is written whole or not at all; run the command again",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.export`."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""`draftsmith generate`: chat with the target, plain or drafted; says how many tokens each step
+gave."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from transformers import PreTrainedTokenizerBase
+
+from ..conf.schema import Config
+from ..data.render import Renderer
+from ..inference.config import SamplingParams
+from ..inference.engine import Engine
+from ..inference.sequence import Sequence
+from ..models.heads import load_head
+from ..models.target import Target, load_tokenizer
+from .acceptance import drafter
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Answer one prompt, or question after question until an empty line."""
+    settings = config.generate
+    target = Target.load(config.target)
+    tokenizer = load_tokenizer(target.folder)
+    engine = Engine(target, config.engine, _drafter(config, target, invocation))
+    messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    questions = iter([settings.prompt] if settings.prompt is not None else _asked())
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": _answer(engine, tokenizer, messages, config, invocation),
+            }
+        )
+
+
+def _drafter(config: Config, target: Target, invocation: Invocation):
+    """The drafter asked for. Without `generate.head`, a run that has no head yet decodes
+    plainly."""
+    name = config.generate.drafter
+    if name != "mtp":
+        return drafter(name, None, target)
+    artifacts = Artifacts.of(config)
+    if config.generate.head is None and not (artifacts.head / "config.json").exists():
+        invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")
+        return None
+    return drafter(
+        name, load_head(artifacts.head_or(config.generate.head), target.fingerprint), target
+    )
+
+
+def _asked():
+    """Questions from the terminal or a pipe."""
+    while True:
+        try:
+            line = input("you> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line
+
+
+def _answer(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    config: Config,
+    invocation: Invocation,
+) -> str:
+    """Decode one answer, print it as it comes, and what it took."""
+    settings = config.generate
+    prompt = Renderer(tokenizer, config.data.rows.template_kwargs).prompt(messages)[1]
+    params = SamplingParams(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=settings.seed,
+    )
+    sequence = engine.add(prompt, params)
+    written = ""
+    start = time.perf_counter()
+    while not engine.scheduler.idle:
+        engine.step()
+        text = _text(tokenizer, sequence)
+        # A character may end in the next token; what is printed is never taken back.
+        if text.startswith(written) and not text.endswith("�"):
+            invocation.console.print(text[len(written) :], end="", markup=False, highlight=False)
+            written = text
+    seconds, count = time.perf_counter() - start, len(sequence.output)
+    text = _text(tokenizer, sequence)
+    invocation.console.print(
+        text[len(written) :] if text.startswith(written) else "", markup=False, highlight=False
+    )
+    calls = len(sequence.tokens_per_step)
+    emitted = sum(sequence.tokens_per_step)
+    steps = " ".join(map(str, sequence.tokens_per_step))
+    invocation.say(
+        f"[dim]{count} tokens in {seconds:.1f} s ({count / seconds:.1f}/s); "
+        f"{emitted / max(calls, 1):.2f} tokens per target call; tokens per step: {steps}[/]"
+    )
+    return text
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> str:
+    text = tokenizer.decode(sequence.output, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
+
+
+VERB = Verb(
+    name="generate",
+    task=run,
+    reads="the target and, unless generate.drafter says otherwise, a head (WORK/train/head)",
+    writes="nothing; it prints the answer and the tokens of each step",
+    sections=("work", "generate", "engine.draft_tokens", "target.dtype"),
+    examples=(
+        "draftsmith generate experiment=demo",
+        "draftsmith generate experiment=demo 'generate.prompt=\"Write a haiku about rivers.\"'",
+        "draftsmith generate generate.drafter=none generate.temperature=0.7",
+    ),
+    kept="nothing is written",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.generate`."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`draftsmith import`: another layout -> native head, compared by logits with what was read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from ..conf.schema import Config
+from ..models.heads import load_head, save_head
+from ..models.provenance import write_provenance
+from ..models.target import fingerprint, prepare_folder
+from ..models.trunk import Trunk
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+from .export import IMPORTERS, TOLERANCE, known, largest_difference
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Read the layout, write a native head folder, read that back.
+
+    Raises:
+        ValueError: an unknown layout, or a folder that does not hold it.
+    """
+    settings, artifacts = config.import_head, Artifacts.of(config)
+    known(settings.layout)
+    source = artifacts.exported(settings.layout, settings.folder)
+    if not source.is_dir():
+        raise ValueError(f"{source} is no folder: name the one to read, import_head.folder=…")
+    out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
+    folder = prepare_folder(config.target)
+    marks = fingerprint(folder)
+    found = IMPORTERS[settings.layout](source)
+    save_head(
+        out,
+        found.head,
+        target_fingerprint=marks,
+        draft_ids=found.draft_ids,
+        trained_length=int(found.meta.get("trained_length", 0)),
+        config=invocation.resolved,
+        training={**found.meta.get("training", {}), "imported_from": settings.layout},
+    )
+    difference = largest_difference(found, load_head(out, marks), Trunk.load(folder, torch.float32))
+    if not difference <= TOLERANCE:
+        raise ValueError(
+            f"{out}: read back, the head's logits differ by {difference:.3g}; do not use it"
+        )
+    write_provenance(out, invocation.resolved)
+    invocation.say(f"read back: logits differ by at most {difference:.3g}")
+    invocation.wrote(head=out)
+    invocation.next("evaluate", f"evaluate.head={out}")
+
+
+VERB = Verb(
+    name="import",
+    task=run,
+    reads="a folder of another layout (import_head.folder) and the target it belongs to",
+    writes="a native head folder (import_head.out): head.safetensors, config.json, provenance.json",
+    sections=("work", "import_head", "target.source"),
+    examples=(
+        "draftsmith import import_head.folder=some/deepseek-style-head "
+        "import_head.out=work/imported",
+    ),
+    kept="config.json is written last, so a folder without it is no head; run the command again",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.import_head`."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""`draftsmith train`: hidden-state cache -> head. Alone, or one process per GPU under torchrun or
+deepspeed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from ..conf.schema import Config
+from ..data.batches import BatchPlan
+from ..data.cache import Cache
+from ..data.rows import Rows
+from ..data.vocabulary import draft_vocabulary
+from ..models.files import atomic_write_json, read_json
+from ..models.heads import MTPHead, build_head, save_head
+from ..models.provenance import write_provenance
+from ..models.target import eos_ids, fingerprint, prepare_folder, torch_device
+from ..models.trunk import Trunk
+from ..train.loop import Trainer
+from ..train.ranks import barrier, rank, start
+from ..train.tracker import Tracker
+from ..train.validation import Validator
+from .acceptance import LiveAcceptance
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+
+_RMS_TOKENS = 8192
+_FREE = ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep_checkpoints")
+"""Settings of `train` that may differ when a run goes on."""
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Train, resume, or find the finished head."""
+    artifacts = Artifacts.of(config)
+    train(config, invocation)
+    if rank() == 0:
+        invocation.wrote(head=artifacts.head, metrics=artifacts.metrics)
+        invocation.next("evaluate")
+
+
+def train(config: Config, invocation: Invocation) -> None:
+    """The head of a run in WORK/train/head: the best validated weights, or the last where nothing
+    was validated.
+
+    Raises:
+        ValueError: no cache, one that is stale or damaged, or a run of other settings in
+        WORK/train.
+    """
+    artifacts = Artifacts.of(config)
+    device = torch_device(config.target.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    start(device)
+    if rank() == 0:
+        prepare_folder(config.target)  # a GGUF file is converted once, by one process
+    barrier()
+    folder = prepare_folder(config.target)
+    target_config = AutoConfig.from_pretrained(folder)
+    marks = fingerprint(folder)
+    rows = Rows.open(artifacts.rows)
+    rows.require_tokenizer(marks)
+    expect = {**marks, "boundaries": (int(target_config.num_hidden_layers),)}
+    cache = Cache.open(artifacts.cache, {**expect, "rows_key": rows.key}, verify=rank() == 0)
+    identity = _identity(config, cache)
+    if rank() == 0 and _begin(artifacts, identity, config, invocation):
+        invocation.say(f"reused: train (key matches; step {config.train.max_steps})")
+    barrier()
+    if _finished(artifacts, identity, config):
+        return
+
+    torch.manual_seed(config.train.seed)
+    scale = state_rms(cache)
+    head = build_head(config.head, folder, scale, target_config)
+    trunk = Trunk.load(
+        folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
+    )
+    draft_ids, coverage = None, 1.0
+    if config.train.draft_vocab_size is not None:
+        ends = eos_ids(folder, target_config)
+        vocabulary = draft_vocabulary(rows, config.train.draft_vocab_size, ends, trunk.vocab_size)
+        draft_ids, coverage = vocabulary.ids, vocabulary.coverage
+        invocation.say(
+            f"draft vocabulary: {len(draft_ids):,} ids, {coverage:.1%} of the supervised tokens"
+        )
+
+    facts = {
+        "state_rms": scale,
+        "seed": config.train.seed,
+        "cache": cache.key,
+        "coverage": coverage,
+    }
+
+    def keep(out: Path, weights: nn.Module, step: int, figures: dict[str, Any] | None) -> None:
+        assert isinstance(weights, MTPHead)
+        save_head(
+            out,
+            weights,
+            target_fingerprint=marks,
+            draft_ids=draft_ids,
+            trained_length=int(cache.lengths.max()),
+            config=invocation.resolved,
+            training={**facts, "step": step, "validation": figures},
+        )
+
+    plan = BatchPlan(cache, tokens_per_batch=config.train.tokens_per_batch, seed=config.train.seed)
+    tracker = Tracker(config.tracker, artifacts.train, invocation.resolved) if rank() == 0 else None
+    trainer = Trainer(
+        head,
+        trunk,
+        plan,
+        config.train,
+        artifacts.train,
+        draft_ids=draft_ids,
+        tracker=tracker,
+        on_best=lambda weights, step, figures: keep(artifacts.best, weights, step, figures),
+        progress=invocation.console.is_terminal,
+    )
+    held_out = _held_out(config, expect)
+    if held_out is not None:
+        acceptance = LiveAcceptance(config, draft_ids) if _in_engine(config) else None
+        trainer.validate = _told(
+            Validator(trainer.objective, held_out, acceptance), trainer, invocation
+        )
+    elif config.train.zero_stage == 3:
+        raise ValueError(
+            "train.zero_stage=3 keeps weights in shards, and whole ones are gathered for "
+            "validation alone: hold out some "
+            "rows (data.rows.holdout) and dump them, or use stage 0 to 2"
+        )
+    result = trainer.run()
+    if tracker is not None:
+        tracker.finish()
+    if rank() == 0:
+        if result.best is not None and artifacts.best.exists():
+            _copy(artifacts.best, artifacts.head)
+            score = result.best.score
+            invocation.say(
+                f"head: step {result.best.step} of {result.step}, the best validated (score "
+                f"{score:.4f})"
+            )
+        else:
+            keep(artifacts.head, trainer.head, result.step, None)
+            invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
+        write_provenance(artifacts.train, invocation.resolved)
+        atomic_write_json(artifacts.run, {"identity": identity, "finished": config.train.max_steps})
+    barrier()
+
+
+def state_rms(cache: Cache) -> float:
+    """Median over tokens of the root mean square of a raw state, from the first rows of a cache.
+
+    A few positions (the first of a row above all) carry states a hundred times larger than the
+    others; a mean of squares would follow them and start the projection far off.
+    """
+    sizes: list[Tensor] = []
+    for index in range(len(cache)):
+        states = cache.row(index).states[cache.boundaries[-1]].float()
+        sizes.append(states.square().mean(-1).sqrt())
+        if sum(map(len, sizes)) >= _RMS_TOKENS:
+            break
+    return float(torch.cat(sizes).median())
+
+
+def _identity(config: Config, cache: Cache) -> dict[str, Any]:
+    """Everything that determines the weights, but the settings that may differ when a run goes
+    on."""
+    settings = dataclasses.asdict(config.train)
+    settings["betas"] = list(config.train.betas)
+    return {
+        "cache": cache.key,
+        **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
+        **{f"head.{name}": value for name, value in dataclasses.asdict(config.head).items()},
+    }
+
+
+def _begin(
+    artifacts: Artifacts, identity: dict[str, Any], config: Config, invocation: Invocation
+) -> bool:
+    """Whether the run is finished already; else WORK/train is made ready for it."""
+    if artifacts.run.exists():
+        old = read_json(artifacts.run)["identity"]
+        changed = [
+            f"{name} {old.get(name)!r} -> {identity.get(name)!r}"
+            for name in sorted({*old, *identity})
+            if old.get(name) != identity.get(name)
+        ]
+        if changed and not config.overwrite:
+            raise ValueError(
+                f"{artifacts.train} holds a run of other settings ({'; '.join(changed)}); choose "
+                "another work folder, or "
+                "overwrite=true to replace it"
+            )
+        if changed:
+            invocation.say(f"made anew: train ({'; '.join(changed)})")
+            shutil.rmtree(artifacts.train)
+        elif _finished(artifacts, identity, config):
+            return True
+    artifacts.train.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(artifacts.run, {"identity": identity, "finished": None})
+    return False
+
+
+def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) -> bool:
+    if not artifacts.run.exists() or not (artifacts.head / "config.json").exists():
+        return False
+    record = read_json(artifacts.run)
+    return record["identity"] == identity and record["finished"] == config.train.max_steps
+
+
+def _held_out(config: Config, expect: dict[str, Any]) -> list[Any] | None:
+    """Every held-out batch, or None where nothing is held out."""
+    artifacts = Artifacts.of(config)
+    rows = Rows.open(artifacts.rows, "heldout")
+    if not len(rows):
+        return None
+    cache = Cache.open(
+        artifacts.heldout_cache, {**expect, "rows_key": rows.key}, verify=rank() == 0
+    )
+    size = max(config.train.tokens_per_batch, int(cache.lengths.max()))
+    plan = BatchPlan(cache, tokens_per_batch=size)
+    device = torch_device(config.target.device)
+    return [plan.batch(index).to(device) for index in range(plan.num_batches())]
+
+
+def _in_engine(config: Config) -> bool:
+    return config.validate.engine and config.train.validate_every > 0
+
+
+def _told(
+    validator: Validator, trainer: Trainer, invocation: Invocation
+) -> Callable[[nn.Module], dict[str, Any]]:
+    """The validator, with a line for the user after each of its runs."""
+
+    def validate(head: nn.Module) -> dict[str, Any]:
+        figures = validator(head)
+        agreed = " ".join(f"{share:.1%}" for share in figures["agreement"])
+        line = f"step {trainer.step}: held-out loss {figures['loss']:.3f}, agreement {agreed}"
+        if "acceptance" in figures:
+            calls = figures["acceptance"]["tokens_per_target_call"]
+            line += f", {calls:.3f} tokens per target call in the engine"
+        invocation.say(line)
+        return figures
+
+    return validate
+
+
+def _copy(source: Path, out: Path) -> None:
+    """Replace a head folder by another; config.json goes last, so that half a copy is no head."""
+    (out / "config.json").unlink(missing_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+        shutil.copy2(path, out / path.name)
+
+
+VERB = Verb(
+    name="train",
+    task=run,
+    reads=(
+        "WORK/rows, WORK/cache, WORK/cache-heldout and the target's embedding, final norm and "
+        "lm_head; with validate.engine the whole target"
+    ),
+    writes=(
+        "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, run.json, "
+        "provenance.json"
+    ),
+    sections=("work", "inputs", "overwrite", "head", "train", "validate", "tracker"),
+    examples=(
+        "draftsmith train",
+        "draftsmith train train.max_steps=3000 train.draft_vocab_size=8192 tracker=wandb-offline",
+        "draftsmith train --multirun inputs=work/default 'work=work/norms-${head.norms.output}' "
+        "head.norms.output=true,false",
+        "torchrun --nproc-per-node 8 -m draftsmith.scripts.train train=h100x8 target=llama-3.1-8b",
+    ),
+    kept="the newest whole checkpoint is kept, and the same command goes on from it, bit for bit",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.train`, also under torchrun and deepspeed."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

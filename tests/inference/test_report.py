@@ -1,0 +1,243 @@
+"""The report's files: numbers as measured, words where a baseline wins, one HTML file that loads
+nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.inference import plots
+from draftsmith.inference.report import DEFINITIONS, render, training_curves, verdicts
+
+Run = dict[str, Any]
+
+
+def run(drafter: str, prompts: str, accepted: list[int], **changes: Any) -> Run:
+    """A run of 100 drafts of 3, `accepted` per position, at 10 tokens/s when plain."""
+    drafts = 0 if drafter == "none" else 100
+    tokens = drafts + sum(accepted) if drafts else 100
+    per_call = tokens / 100
+    emitted = [
+        0,
+        drafts - accepted[0],
+        *(a - b for a, b in zip(accepted, accepted[1:] + [0], strict=True)),
+    ]
+    entry = {
+        "drafter": drafter,
+        "prompts": prompts,
+        "temperature": 0.0,
+        "draft_tokens": 3 if drafts else 0,
+        "num_drafts": drafts,
+        "num_draft_tokens": 3 * drafts,
+        "num_accepted_tokens": sum(accepted),
+        "accepted_per_position": accepted if drafts else [],
+        "mean_acceptance_length": 1 + sum(accepted) / drafts if drafts else 1.0,
+        "tokens_per_target_call": per_call,
+        "target_calls": 100,
+        "tokens": tokens,
+        "seconds": 10.0,
+        "tokens_per_second": tokens / 10,
+        "speedup": per_call,
+        "identical_to_plain": True if drafts else None,
+        "near_ties": 0,
+        "first_differences": [],
+        "tokens_per_step_histogram": emitted if drafts else [0, 100],
+        "time": {"draft": 2.0, "verify": 6.0, "refill": 1.0, "sample": 0.5, "other": 0.5},
+        "num_prompts": 4,
+        "dtype": "bfloat16",
+        "batch": 1,
+    }
+    return entry | changes
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """Two prompt sets; n-gram look-up wins the first, the head the second."""
+    return {
+        "target": {"source": "toy", "layers": 3},
+        "head": {"kind": "mtp", "norms": {"output": True}},
+        "data": {"tokens": 1234},
+        "settings": {"seed": 0, "prompts": ["humaneval", "mt_bench"]},
+        "runs": [
+            run("none", "humaneval", [0, 0, 0]),
+            run("ngram", "humaneval", [50, 40, 31]),
+            run("mtp", "humaneval", [40, 20, 9], near_ties=1, first_differences=[_DIFFERENCE]),
+            run("none", "mt_bench", [0, 0, 0]),
+            run("ngram", "mt_bench", [20, 10, 5]),
+            run("mtp", "mt_bench", [45, 22, 11], identical_to_plain=False),
+        ],
+    }
+
+
+_DIFFERENCE = {
+    "prompt": "HumanEval/3",
+    "position": 41,
+    "gap": 0.0123,
+    "bound": 0.2,
+    "near_tie": True,
+}
+
+
+def test_json_is_the_report_and_nothing_else(report: dict[str, Any], tmp_path: Path) -> None:
+    """What was measured is what is stored."""
+    written = render(report, [], tmp_path)
+    assert written[0] == tmp_path / "report.json"
+    assert json.loads(written[0].read_text()) == report
+    assert all(path.stat().st_size for path in written)
+
+
+def test_markdown_prints_the_measured_numbers(report: dict[str, Any], tmp_path: Path) -> None:
+    """Each row of the main table equals its run, recomputed here from the raw counts."""
+    render(report, [], tmp_path)
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    header = next(line for line in lines if line.startswith("| prompts | drafter"))
+    columns = [cell.strip() for cell in header.strip("|").split("|")]
+    first = lines.index(header) + 2
+    for line, entry in zip(lines[first:], report["runs"], strict=False):
+        cells = dict(
+            zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True)
+        )
+        assert (cells["prompts"], cells["drafter"]) == (entry["prompts"], entry["drafter"])
+        assert float(cells["tokens per target call"]) == pytest.approx(
+            entry["tokens_per_target_call"], abs=5e-4
+        )
+        assert float(cells["tokens/s"]) == pytest.approx(entry["tokens_per_second"], abs=0.05)
+        if entry["num_drafts"]:
+            accepted = entry["accepted_per_position"]
+            assert float(cells["mean acceptance length"]) == pytest.approx(
+                1 + sum(accepted) / 100, abs=5e-4
+            )
+            assert cells["accepted / drafted"] == f"{sum(accepted)}/300 = {sum(accepted) / 300:.1%}"
+            assert cells["accepted per position"] == " ".join(
+                f"{count / 100:.1%}" for count in accepted
+            )
+            share = accepted[1] / accepted[0]
+            assert cells["conditional"].split()[1] == f"{share:.1%}"
+    assert [line.split("|")[-3].strip() for line in lines[first + 1 : first + 6]] == [
+        "yes",
+        "yes",
+        "-",
+        "yes",
+        "NO",
+    ]
+
+
+def test_every_number_is_defined(report: dict[str, Any], tmp_path: Path) -> None:
+    """Each column that holds a measure has its definition in both documents."""
+    render(report, [], tmp_path)
+    for name in ("report.md", "report.html"):
+        text = (tmp_path / name).read_text()
+        assert all(term in text for term in DEFINITIONS)
+        assert "1 + num_accepted_tokens / num_drafts" in text
+
+
+def test_where_look_up_wins_the_report_says_so(report: dict[str, Any]) -> None:
+    """A sentence per prompt set; n-gram's victory is told in words, and only there."""
+    first, second = verdicts(report["runs"])
+    assert "n-gram look-up wins" in first and first.startswith("humaneval: ngram 2.21")
+    assert "wins" not in second and second.startswith("mt_bench: mtp 1.78")
+
+
+def test_slower_than_plain_is_said() -> None:
+    """Accepted tokens that do not pay for the drafts are no speed-up."""
+    runs = [
+        run("none", "p", [0, 0, 0]),
+        run("mtp", "p", [5, 1, 0], tokens_per_second=8.0, speedup=0.8),
+    ]
+    assert "Plain decoding is the fastest" in verdicts(runs)[0]
+
+
+def test_differences_from_plain_are_listed(report: dict[str, Any], tmp_path: Path) -> None:
+    """Prompt, position, gap, bound and judgement of each first difference."""
+    render(report, [], tmp_path)
+    line = "| humaneval | mtp | HumanEval/3 | 41 | 0.0123 | 0.2 | near tie |"
+    assert line in (tmp_path / "report.md").read_text()
+
+
+def test_an_answer_that_goes_on_is_stored_without_infinity(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
+    """No gap explains it; JSON has no infinity, so null stands for it, and the table calls it
+    unexplained."""
+    endless = _DIFFERENCE | {"gap": math.inf, "near_tie": False}
+    report["runs"][5]["first_differences"] = [endless]
+    render(report, [], tmp_path)
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert stored["runs"][5]["first_differences"][0]["gap"] is None
+    assert "| - | 0.2 | NOT EXPLAINED |" in (tmp_path / "report.md").read_text()
+
+
+def test_training_curves_come_from_the_metrics_file(report: dict[str, Any], tmp_path: Path) -> None:
+    """Training and held-out loss, agreement per draft, acceptance in the engine; each becomes a
+    figure."""
+    metrics = [
+        {"kind": "train", "step": 10, "loss": 5.0},
+        {
+            "kind": "validation",
+            "step": 20,
+            "loss": 4.5,
+            "agreement": [0.3, 0.1],
+            "acceptance": {"prompts": "heldout", "tokens_per_target_call": 1.4},
+        },
+    ]
+    curves = training_curves(metrics)
+    assert curves["loss"] == {"training": [(10, 5.0)], "held out": [(20, 4.5)]}
+    assert curves["agreement"] == {"draft 1": [(20, 0.3)], "draft 2": [(20, 0.1)]}
+    assert curves["acceptance"] == {"heldout": [(20, 1.4)]}
+    names = {path.name for path in render(report, metrics, tmp_path)}
+    assert {"training_loss.png", "training_agreement.png", "training_acceptance.png"} <= names
+
+
+def test_html_loads_nothing(report: dict[str, Any], tmp_path: Path) -> None:
+    """Figures are inside; no script, no style sheet, no address."""
+    render(report, [], tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    sources = re.findall(r"""(?:src|href)=["']([^"']{0,40})""", text)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?://|<script|<link|@import|url\(", text)
+    assert 'name="viewport"' in text
+
+
+def test_html_escapes_what_it_shows(report: dict[str, Any], tmp_path: Path) -> None:
+    """Names from outside cannot become markup."""
+    report["target"]["source"] = "<img src=x>"
+    render(report, [], tmp_path)
+    assert "<img src=x>" not in (tmp_path / "report.html").read_text()
+
+
+def test_labels_name_only_what_differs() -> None:
+    """Runs of one drafter are told apart by the settings in which they differ."""
+    runs = [
+        run("mtp", "p", [1, 0, 0]),
+        run("mtp", "p", [1, 0, 0], temperature=1.0),
+        run("ngram", "p", [1, 0, 0]),
+    ]
+    assert plots.labels(runs) == ["mtp T=0", "mtp T=1", "ngram"]
+
+
+def test_shares_per_position() -> None:
+    """Unconditional over all drafts; conditional over those accepted so far, None where there are
+    none."""
+    entry = run("mtp", "p", [50, 0, 0])
+    assert plots.unconditional(entry) == [0.5, 0.0, 0.0]
+    assert plots.conditional(entry) == [0.5, 0.0, None]
+    assert plots.unconditional(run("none", "p", [0, 0, 0])) == []
+
+
+def test_without_drafts_there_are_no_acceptance_figures(tmp_path: Path) -> None:
+    """A report of plain decoding alone renders what there is."""
+    names = {path.name for path in render({"runs": [run("none", "p", [0, 0, 0])]}, [], tmp_path)}
+    assert {"report.json", "report.md", "report.html", "speed.png"} <= names
+    assert "acceptance_per_position.png" not in names
+
+
+def test_an_empty_report_is_refused(tmp_path: Path) -> None:
+    """Nothing was measured, so nothing is written."""
+    with pytest.raises(ValueError, match="no runs"):
+        render({"runs": []}, [], tmp_path)
+    assert list(tmp_path.iterdir()) == []

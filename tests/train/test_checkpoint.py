@@ -1,0 +1,144 @@
+"""Checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.models.trunk import Trunk
+from draftsmith.train.checkpoint import Checkpoints, damage
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.loop import Trainer
+
+
+def _trainer(trunk: Trunk, target: Path, toy: ModuleType, out: Path, **config: Any) -> Trainer:
+    defaults = {
+        "max_steps": 4,
+        "log_every": 1,
+        "precision": "fp32",
+        "checkpoint_every": 1,
+        "keep_checkpoints": 3,
+    }
+    cfg = TrainConfig(**(defaults | config))
+    return Trainer(toy.make_head(target), trunk, toy.NoisePlan(), cfg, out, progress=False)
+
+
+def _save(trainer: Trainer, step: int, score: float | None = None) -> None:
+    trainer.checkpoints.save(
+        trainer.engine,
+        step,
+        data={"cursor": step},
+        score=score,
+        zero_stage=trainer.cfg.zero_stage,
+        config={},
+    )
+
+
+def test_half_a_checkpoint_is_reported_removed_and_not_loaded(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """Without its marker the newest folder does not exist; the one before is found, with no
+    "latest" file anywhere (80)."""
+    _trainer(trunk, target, toy, tmp_path).run()
+    folders = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [f.name for f in folders] == ["step-00000002", "step-00000003", "step-00000004"]
+    assert not (tmp_path / "checkpoints" / "latest").exists()
+    (folders[-1] / "complete.json").unlink()
+    trainer = _trainer(trunk, target, toy, tmp_path)
+    with pytest.warns(UserWarning, match="step-00000004 is half a checkpoint"):
+        found = trainer.resume()
+    assert found is not None and found.step == trainer.step == 3
+    assert not folders[-1].exists()
+
+
+@pytest.mark.parametrize("fault", ["cut", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, fault: str
+) -> None:
+    """A file that is shorter, other or gone: the message says which, and the checkpoint before is
+    used."""
+    _trainer(trunk, target, toy, tmp_path).run()
+    newest = tmp_path / "checkpoints" / "step-00000004"
+    states = newest / "mp_rank_00_model_states.pt"
+    data = states.read_bytes()
+    assert damage(newest) is None
+    if fault == "cut":
+        states.write_bytes(data[:-7])
+    elif fault == "flipped":
+        states.write_bytes(data[:900] + bytes([data[900] ^ 1]) + data[901:])
+    else:
+        states.unlink()
+    trainer = _trainer(trunk, target, toy, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"step-00000004 is damaged and ignored: .*mp_rank_00_model_states\.pt"
+    ):
+        found = trainer.resume()
+    assert found is not None and found.step == 3
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_save_load_save_needs_no_step_between(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, zero_stage: int
+) -> None:
+    """The round trip leaves weights and random states bit for bit as they were saved (80, 84)."""
+    trainer = _trainer(trunk, target, toy, tmp_path, max_steps=1, zero_stage=zero_stage)
+    trainer.run()
+    checkpoints = trainer.checkpoints
+    weights = {k: v.clone() for k, v in trainer.head.state_dict().items()}
+    _save(trainer, 5)
+    drawn = torch.rand(3), np.random.rand(3), random.random()
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in trainer.head.parameters():
+                parameter.add_(1.0)
+        found = checkpoints.latest()
+        assert found is not None and found.step == 5
+        checkpoints.load(trainer.engine, found, zero_stage)
+        assert all(torch.equal(v, weights[k]) for k, v in trainer.head.state_dict().items())
+        again = torch.rand(3), np.random.rand(3), random.random()
+        assert (
+            torch.equal(again[0], drawn[0])
+            and (again[1] == drawn[1]).all()
+            and again[2] == drawn[2]
+        )
+        checkpoints.load(trainer.engine, found, zero_stage)
+        _save(trainer, 5)
+
+
+def test_newest_and_best_are_kept(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """keep=2 leaves the two newest and the best; of equal scores the newer is the best."""
+    trainer = _trainer(trunk, target, toy, tmp_path, keep_checkpoints=2)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None)):
+        _save(trainer, step, score)
+    assert [c.step for c in trainer.checkpoints.whole()] == [3, 5, 6]
+    best = trainer.checkpoints.best()
+    assert best is not None and best.step == 3
+
+
+def test_another_zero_stage_or_number_of_shards_is_refused(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """The refusal names what the checkpoint was written with."""
+    _trainer(trunk, target, toy, tmp_path, max_steps=1, zero_stage=1).run()
+    with (
+        pytest.raises(ValueError, match=r"train\.zero_stage=1, this run has 0"),
+        pytest.warns(UserWarning),
+    ):
+        _trainer(trunk, target, toy, tmp_path, max_steps=1).run()
+    marker = tmp_path / "checkpoints" / "step-00000001" / "complete.json"
+    facts = json.loads(marker.read_text())
+    marker.write_text(json.dumps(facts | {"world_size": 2}))
+    with pytest.raises(ValueError, match="optimiser shards of 2 ranks, this run has 1"):
+        _trainer(trunk, target, toy, tmp_path, max_steps=1, zero_stage=1).run()
+    marker.write_text(json.dumps(facts | {"format": 7}))
+    with pytest.raises(ValueError, match="format 7"):
+        Checkpoints(tmp_path / "checkpoints", 1).whole()

@@ -1,0 +1,48 @@
+"""A training configuration refuses what cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftsmith.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("max_steps", 0),
+        ("accumulation", 0),
+        ("tokens_per_batch", 0),
+        ("log_every", 0),
+        ("keep_checkpoints", 0),
+        ("warmup_steps", -1),
+        ("validate_every", -1),
+        ("grad_clip", -0.5),
+        ("step_decay", 0.0),
+        ("step_decay", 1.5),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("min_lr_ratio", 1.1),
+        ("draft_vocab_size", 0),
+        ("zero_stage", 4),
+        ("precision", "fp16"),
+    ],
+)
+def test_a_value_out_of_range_is_named(field: str, value: Any) -> None:
+    """The refusal names the option as it is written on the command line, and the value."""
+    with pytest.raises(ValueError, match=rf"train\.{field}={value!r}"):
+        TrainConfig(**{field: value})
+
+
+def test_step_weights_fall_geometrically() -> None:
+    """Step k weighs step_decay ** k."""
+    assert TrainConfig(steps=3, step_decay=0.5).step_weights() == [1.0, 0.5, 0.25]
+
+
+def test_unroll_warm_up_trains_one_step_first() -> None:
+    """The first unroll_warmup optimiser steps unroll once, the others K times."""
+    cfg = TrainConfig(steps=4, unroll_warmup=2)
+    assert [cfg.unroll_steps(step) for step in range(4)] == [1, 1, 4, 4]

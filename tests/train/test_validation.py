@@ -1,0 +1,137 @@
+"""Validation figures against their definitions, counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftsmith.data.batches import PackedBatch
+from draftsmith.models.trunk import Trunk
+from draftsmith.train.objective import Objective
+from draftsmith.train.unroll import unroll
+from draftsmith.train.validation import Validator
+
+STEPS = 3
+
+
+class _Noisy(nn.Module):
+    """A head that answers with its input state plus noise, so that it agrees with the target on
+    some rows."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(int(positions[0]))
+        return hidden.roll(-1, 0) + self.scale * torch.randn(hidden.shape, generator=generator)
+
+
+def _by_hand(
+    head: nn.Module, trunk: Trunk, batches: list[PackedBatch], ids: Tensor | None
+) -> dict[str, Any]:
+    """Agreement per step over its rows, chains supervised at all steps, how long each chain held,
+    mass outside."""
+    agreed, rows, chains, held, outside, teachers = [0] * STEPS, [0] * STEPS, 0, [0] * STEPS, 0.0, 0
+    for batch in batches:
+        with torch.no_grad():
+            states, normed = unroll(head, trunk, batch, STEPS), trunk.norm(batch.hidden)
+        starts = batch.starts.tolist()
+        for start, end in zip(starts[:-1], starts[1:], strict=True):
+            for p in range(start, end):
+                right: list[bool] = []
+                for k in range(STEPS):
+                    if p + 2 + k >= end or not all(
+                        bool(batch.supervised[i]) for i in range(p + 1, p + 3 + k)
+                    ):
+                        break
+                    drafted = trunk.logits(states[k, p], ids).argmax()
+                    drafted = drafted if ids is None else ids[drafted]
+                    logits = trunk.logits(normed[p + 1 + k])
+                    right.append(bool(drafted == logits.argmax()))
+                    rows[k] += 1
+                    agreed[k] += right[-1]
+                    if k == 0:
+                        teachers += 1
+                        outside += (
+                            0.0 if ids is None else 1.0 - float(logits.softmax(-1)[ids].sum())
+                        )
+                if len(right) == STEPS:
+                    chains += 1
+                    for k in range(STEPS):
+                        held[k] += all(right[: k + 1])
+    before = [chains, *held[:-1]]
+    return {
+        "rows": rows[0],
+        "chains": chains,
+        "agreement": [a / r for a, r in zip(agreed, rows, strict=True)],
+        "conditional_agreement": [h / max(b, 1) for h, b in zip(held, before, strict=True)],
+        "joint_agreement": held[-1] / chains,
+        "mass_outside_draft_vocabulary": outside / teachers,
+    }
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_figures_equal_a_count_by_hand(trunk: Trunk, toy: ModuleType, reduced: bool) -> None:
+    """Agreement is with the whole vocabulary's argmax even where the head drafts over a third of
+    it."""
+    ids = torch.arange(0, 512, 3) if reduced else None
+    batches = [toy.packed([toy.random_row(s, 40), toy.random_row(s + 1, 23)]) for s in (1, 5)]
+    head = _Noisy(0.1)
+    objective = Objective(trunk, [1.0, 0.5, 0.25], draft_ids=ids, dtype=torch.float32)
+    figures = Validator(objective, batches)(head)
+    for name, right in _by_hand(head, trunk, batches, ids).items():
+        assert figures[name] == pytest.approx(right, abs=1e-6), name
+    assert 0 < figures["agreement"][0] < 1
+    assert figures["mass_outside_draft_vocabulary"] > 0.1 if reduced else True
+    product = torch.tensor(figures["conditional_agreement"], dtype=torch.float64).prod()
+    assert float(product) == pytest.approx(figures["joint_agreement"], abs=1e-12)
+
+
+def test_loss_is_the_objective_per_supervised_weight(
+    trunk: Trunk, target: Path, toy: ModuleType
+) -> None:
+    """Batches add up before they are divided; validation leaves the head in training mode and
+    without gradients."""
+    batches = [toy.packed([toy.random_row(s, 30)]) for s in (1, 2)]
+    head = toy.make_head(target).train()
+    objective = Objective(trunk, [1.0, 0.5, 0.25], dtype=torch.float32)
+    figures = Validator(objective, batches)(head)
+    loss = sum(float(objective(head, b, STEPS)[0].detach()) for b in batches)
+    weight = sum(float(objective.weights(b, STEPS).sum()) for b in batches)
+    assert figures["loss"] == pytest.approx(loss / weight, rel=1e-6)
+    assert figures["score"] == -figures["loss"]
+    assert head.training and all(p.grad is None for p in head.parameters())
+
+
+def test_acceptance_from_the_engine_decides_the_score(
+    trunk: Trunk, target: Path, toy: ModuleType
+) -> None:
+    """The hook gets the live head; its figures are kept whole and its score replaces the loss's."""
+    head = toy.make_head(target)
+    seen: list[nn.Module] = []
+
+    def acceptance(live: nn.Module) -> dict[str, Any]:
+        seen.append(live)
+        return {"score": 2.25, "tokens_per_call": 2.25}
+
+    objective = Objective(trunk, [1.0], dtype=torch.float32)
+    figures = Validator(objective, [toy.packed([toy.random_row(1, 30)])], acceptance)(head)
+    assert seen == [head]
+    assert figures["score"] == 2.25 and figures["acceptance"]["tokens_per_call"] == 2.25
+
+
+def test_nothing_to_measure_is_refused(trunk: Trunk, target: Path, toy: ModuleType) -> None:
+    """No held-out batch, or none with a supervised row: an error, not a perfect score."""
+    objective = Objective(trunk, [1.0], dtype=torch.float32)
+    with pytest.raises(ValueError, match="no held-out batch"):
+        Validator(objective, [])
+    batch = toy.packed([toy.random_row(1, 30)])
+    batch.supervised.zero_()
+    with pytest.raises(ValueError, match="no held-out row is supervised"):
+        Validator(objective, [batch])(toy.make_head(target))

@@ -1,0 +1,91 @@
+"""The ranks of a run: one process or many, the same calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def start(device: torch.device) -> None:
+    """Join the process group that torchrun or deepspeed announced; alone, form a group of one.
+
+    Goes through DeepSpeed, so that its engine finds the group. A second call does nothing.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        os.environ.update(alone)
+    import_deepspeed(device).init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The deepspeed module, told which accelerator this run is on (it guesses at import, and
+    guesses once)."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed's own calls, once a collective: nothing a user of this package could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    with quiet_imports():
+        import deepspeed
+        import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On a CPU it would compile a shared-memory all-reduce in C++ for a minute; gloo needs no
+    # compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """DeepSpeed imports torch modules that torch deprecates, some of them as late as its engine is
+    made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def rank() -> int:
+    """This process's number, 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes, 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum over all ranks, in place; the same on every rank."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values

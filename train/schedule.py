@@ -1,0 +1,25 @@
+"""The learning rate, a pure function of the number of optimiser steps done."""
+
+from __future__ import annotations
+
+import math
+
+from .config import TrainConfig
+
+
+def lr_at(step: int, cfg: TrainConfig) -> float:
+    """Learning rate of optimiser step `step` (0-based): linear warm-up, then a cosine to lr *
+    min_lr_ratio.
+
+    Neither ranks, nor accumulation, nor epochs, nor a resume enter. Steps past max_steps stay at
+    the end value.
+    Raises ValueError for a negative step.
+    """
+    if step < 0:
+        raise ValueError(f"step {step}: optimiser steps count from 0")
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    span = max(1, cfg.max_steps - cfg.warmup_steps)
+    progress = min(1.0, (step - cfg.warmup_steps) / span)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.lr * (cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * cosine)
