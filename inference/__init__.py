@@ -1,1 +1,2 @@
-"""The speculative engine: pages, scheduler, drafters, verification. It measures, and it dumps the states."""
+"""The speculative engine: pages, scheduler, drafters, verification. It measures, and it dumps the
+states."""

@@ -33,7 +33,8 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy answer first leaves the plain one. `gap` is the plain run's lead there, in logits."""
+    """Where a greedy answer first leaves the plain one. `gap` is the plain run's lead there, in
+    logits."""
 
     prompt: str
     position: int
@@ -74,7 +75,8 @@ class RunResult:
 
     @property
     def identical_to_plain(self) -> bool | None:
-        """True when every difference is a near tie of the plain run; None where nothing was compared."""
+        """True when every difference is a near tie of the plain run; None where nothing was
+        compared."""
         if self.differences is None:
             return None
         return all(difference.near_tie for difference in self.differences)
@@ -135,8 +137,9 @@ def measure(
     """Decode a set of prompts and count.
 
     Args:
-        drafter: None measures plain decoding. plain: the plain run on the same prompts, dtype and sampling, for the
-            speed-up and, when greedy, the comparison of tokens. progress: called with (finished, all) prompts.
+        drafter: None measures plain decoding. plain: the plain run on the same prompts, dtype and
+            sampling, for the speed-up and, when greedy, the comparison of tokens. progress: called
+            with (finished, all) prompts.
     Raises:
         ValueError: an empty set, or a prompt that does not fit the engine.
     """
@@ -178,10 +181,9 @@ def differences(
         if ours.output == reference.output:
             continue
         shared = min(len(ours.output), len(reference.output))
-        position = next(
-            (i for i in range(shared) if ours.output[i] != reference.output[i]), shared
-        )
-        # Where one answer merely goes on there is no tie to point at: an infinite gap is never excused.
+        position = next((i for i in range(shared) if ours.output[i] != reference.output[i]), shared)
+        # Where one answer merely goes on there is no tie to point at: an infinite gap is never
+        # excused.
         lead = reference.leads[position] if position < len(reference.leads) else Lead(0.0, math.inf)
         bound = near_tie_bound(target.dtype, target.num_layers, lead.top)
         found.append(Difference(ours.id, position, lead.gap, bound))
@@ -191,9 +193,9 @@ def differences(
 def near_tie_bound(dtype: torch.dtype, num_layers: int, top: float) -> float:
     """The lead below which rounding alone can turn a greedy choice.
 
-    Passes of different shapes sum in different orders. Each of the 2L residual additions rounds the state once, by at
-    most u = eps / 2 relative to its size; as independent errors they add up to u * sqrt(2L) of the logits' size, and
-    the runner-up's logit moves as well: 2 u sqrt(2L) |top|.
+    Passes of different shapes sum in different orders. Each of the 2L residual additions rounds the
+    state once, by at most u = eps / 2 relative to its size; as independent errors they add up to u
+    * sqrt(2L) of the logits' size, and the runner-up's logit moves as well: 2 u sqrt(2L) |top|.
     """
     return torch.finfo(dtype).eps * math.sqrt(2 * num_layers) * abs(top)
 

@@ -1,4 +1,5 @@
-"""A batch: the rows of several sequences end to end, with where each is written and what it may see."""
+"""A batch: the rows of several sequences end to end, with where each is written and what it may
+see."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Batch:
     def build(
         cls, parts: list[tuple[Sequence, int, list[int]]], device: torch.device | str = "cpu"
     ) -> Batch:
-        """Pack (sequence, first position, tokens) parts; position p of a sequence is written to its slot p."""
+        """Pack (sequence, first position, tokens) parts; position p of a sequence is written to its
+        slot p."""
         starts, tokens, positions, slots, lengths = [0], [], [], [], []
         for sequence, first, ids in parts:
             assert ids, "a sequence without rows does not belong into a batch"
@@ -75,7 +77,8 @@ class Batch:
 
     @cached_property
     def reads(self) -> list[slice | Tensor]:
-        """Per sequence the pool slots of its keys: a slice where its pages are neighbours, else indices."""
+        """Per sequence the pool slots of its keys: a slice where its pages are neighbours, else
+        indices."""
         return [
             _slots_of(sequence, length, self.tokens.device)
             for sequence, length in zip(self.sequences, self.lengths, strict=True)
@@ -102,10 +105,12 @@ def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | 
 
 
 class PagedContext:
-    """Attention over the pages: each layer stores its rows, then every row sees its sequence up to itself.
+    """Attention over the pages: each layer stores its rows, then every row sees its sequence up to
+    itself.
 
     Args:
-        first_layer: where this model's layer 0 lies in the pool (the head's layers follow the target's).
+        first_layer: where this model's layer 0 lies in the pool (the head's layers follow the
+            target's).
     """
 
     def __init__(self, pool: KVPool, batch: Batch, first_layer: int = 0) -> None:

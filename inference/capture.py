@@ -23,7 +23,9 @@ def capture(target: Target, rows: list[Tensor], boundaries: tuple[int, ...]) -> 
     """
     lengths = [int(row.shape[0]) for row in rows]
     if not rows or min(lengths) == 0:
-        raise ValueError(f"capture of {len(rows)} rows with lengths {lengths[:8]}: every row needs a token")
+        raise ValueError(
+            f"capture of {len(rows)} rows with lengths {lengths[:8]}: every row needs a token"
+        )
     starts = [0, *itertools.accumulate(lengths)]
     tokens = torch.cat(list(rows)).to(target.device, torch.int64)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(target.device)

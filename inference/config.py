@@ -18,7 +18,8 @@ class EngineConfig:
     page_size: int = 16
     """Slots per page."""
     pool_tokens: int = 16384
-    """Slots in all, shared by every request; a page id is the same rows in every layer of target and head."""
+    """Slots in all, shared by every request; a page id is the same rows in every layer of target
+    and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
 
@@ -30,7 +31,8 @@ class EngineConfig:
             raise ValueError(f"engine.draft_tokens {self.draft_tokens}: choose 0 to 32")
         if self.max_step_tokens < self.max_batch:
             raise ValueError(
-                f"engine.max_step_tokens {self.max_step_tokens} is below engine.max_batch {self.max_batch}: "
+                f"engine.max_step_tokens {self.max_step_tokens} is below engine.max_batch "
+                f"{self.max_batch}: "
                 "every running request needs a row"
             )
 

@@ -1,8 +1,9 @@
-"""Who drafts. One interface: propose a chain per sequence, then observe what the target really computed.
+"""Who drafts. One interface: propose a chain per sequence, then observe what the target really
+computed.
 
-The engine calls `observe` after every target pass with the rows that count and the token that follows each
-sequence, so that a drafter's own keys and values are always built from true target states (rows made from drafted
-states are overwritten before they are read).
+The engine calls `observe` after every target pass with the rows that count and the token that
+follows each sequence, so that a drafter's own keys and values are always built from true target
+states (rows made from drafted states are overwritten before they are read).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class Proposal:
-    """One sequence's chain. `law` is None when the tokens were chosen (argmax, look-up), not drawn."""
+    """One sequence's chain. `law` is None when the tokens were chosen (argmax, look-up), not
+    drawn."""
 
     tokens: list[int]
     law: DraftLaw | None = None
@@ -40,7 +42,8 @@ class Drafter(Protocol):
     """Layers of keys and values it keeps in the shared pool."""
 
     def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
-        """Called once by the engine: the target, the pool, and where the drafter's layers begin in it."""
+        """Called once by the engine: the target, the pool, and where the drafter's layers begin in
+        it."""
         ...
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
@@ -48,8 +51,8 @@ class Drafter(Protocol):
         ...
 
     def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
-        """The target computed `batch` (true tokens only) with final-normed states [N, H]; `next_tokens` [B] follow
-        each sequence's last row."""
+        """The target computed `batch` (true tokens only) with final-normed states [N, H];
+        `next_tokens` [B] follow each sequence's last row."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -58,7 +61,8 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Prompt look-up: what followed the latest earlier occurrence of the last n tokens. No model, no keys.
+    """Prompt look-up: what followed the latest earlier occurrence of the last n tokens. No model,
+    no keys.
 
     Args:
         longest: the n-gram tried first; shorter ones follow down to `shortest`.
@@ -110,7 +114,8 @@ class NgramDrafter:
 class HeadDrafter:
     """A recycled head drafts a chain: true states first, then its own.
 
-    State between steps: for each sequence the head's output at its last true row, from which the first draft comes.
+    State between steps: for each sequence the head's output at its last true row, from which the
+    first draft comes.
 
     Args:
         head: the trained (or training) module; its weights are copied here in the engine's form.
@@ -126,10 +131,12 @@ class HeadDrafter:
         self._carried: dict[str, Tensor] = {}
 
     def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
-        """Fuse the head for this target's dtype and device; keep the draft vocabulary's rows of its lm_head."""
+        """Fuse the head for this target's dtype and device; keep the draft vocabulary's rows of its
+        lm_head."""
         if int(self.head.target_config.hidden_size) != target.hidden_size:
             raise ValueError(
-                f"the head is {self.head.target_config.hidden_size} wide, the target {target.hidden_size}: "
+                f"the head is {self.head.target_config.hidden_size} wide, the target "
+                f"{target.hidden_size}: "
                 "it was trained for another target"
             )
         self.trunk = target.trunk
@@ -152,7 +159,8 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
-        """See `Drafter`. Drafts are drawn from the head at T > 0 and their law recorded; argmax at T = 0."""
+        """See `Drafter`. Drafts are drawn from the head at T > 0 and their law recorded; argmax at
+        T = 0."""
         chains: list[list[int]] = [[] for _ in sequences]
         laws: list[list[Tensor]] = [[] for _ in sequences]
         active = [index for index, count in enumerate(counts) if count]
@@ -162,7 +170,9 @@ class HeadDrafter:
             logits = self.trunk.finish_logits(self.lm_head(stacked))
             greedy = logits.argmax(-1)
             for row, index in enumerate(active):
-                chains[index].append(self._take(sequences[index], logits[row], greedy[row], laws[index]))
+                chains[index].append(
+                    self._take(sequences[index], logits[row], greedy[row], laws[index])
+                )
             active = [index for index in active if len(chains[index]) < counts[index]]
             if active:
                 parts = [

@@ -1,10 +1,12 @@
-"""The speculative engine: schedule, compute, decide, refill. Its text is the target's, whoever drafts.
+"""The speculative engine: schedule, compute, decide, refill. Its text is the target's, whoever
+drafts.
 
 A step of K drafts for a sequence whose tokens are x_0 … x_n (x_n decided, not yet computed):
 
     draft    head output at row n-1 -> d_1; rows n … n+K-2 on its own states -> d_2 … d_K
-    verify   target rows n … n+K hold [x_n, d_1 … d_K]; their logits judge d_1 … d_K and give one token more
-    refill   the head's rows n … n+a are written again from the target's true states (a drafts were kept)
+    verify   target rows n … n+K hold [x_n, d_1 … d_K]; their logits judge d_1 … d_K and give one
+    token more refill   the head's rows n … n+a are written again from the target's true states (a
+    drafts were kept)
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Engine:
         target: the model. config: batching and paging. drafter: None decodes plainly.
     """
 
-    def __init__(self, target: Target, config: EngineConfig, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, target: Target, config: EngineConfig, drafter: Drafter | None = None
+    ) -> None:
         self.target = target
         self.config = config
         self.drafter = drafter if config.draft_tokens else None
@@ -54,26 +58,34 @@ class Engine:
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
 
-    def add(self, prompt: list[int], params: SamplingParams, identity: str | None = None) -> Sequence:
+    def add(
+        self, prompt: list[int], params: SamplingParams, identity: str | None = None
+    ) -> Sequence:
         """Queue a request.
 
         Args:
             prompt: token ids, each inside the vocabulary.
         Raises:
-            ValueError: empty prompt, an id outside the vocabulary, or more tokens than pool or positions allow.
+            ValueError: empty prompt, an id outside the vocabulary, or more tokens than pool or
+            positions allow.
         """
         self._added += 1
         sequence = Sequence.create(identity or f"request-{self._added}", prompt, params)
-        wrong = next((i for i, token in enumerate(prompt) if not 0 <= token < self.target.vocab_size), None)
+        wrong = next(
+            (i for i, token in enumerate(prompt) if not 0 <= token < self.target.vocab_size), None
+        )
         if wrong is not None:
             raise ValueError(
-                f"request {sequence.id!r}: token {prompt[wrong]} at position {wrong} is outside the target's "
-                f"vocabulary of {self.target.vocab_size}; the prompt was made with another tokenizer"
+                f"request {sequence.id!r}: token {prompt[wrong]} at position {wrong} is outside "
+                "the target's "
+                f"vocabulary of {self.target.vocab_size}; the prompt was made with another "
+                "tokenizer"
             )
         limit = getattr(self.target.config, "max_position_embeddings", None)
         if limit is not None and len(prompt) + params.max_new_tokens > limit:
             raise ValueError(
-                f"request {sequence.id!r}: {len(prompt)} + {params.max_new_tokens} tokens pass the target's "
+                f"request {sequence.id!r}: {len(prompt)} + {params.max_new_tokens} tokens pass the "
+                "target's "
                 f"{limit} positions; shorten the prompt or max_new_tokens"
             )
         self.scheduler.add(sequence)
@@ -122,7 +134,9 @@ class Engine:
                 sequence.num_computed += rows
                 if logits is not None and index in deciding:
                     token = self._sample(sequence, logits[deciding.index(index)])
-                    outputs.append(StepOutput(sequence, sequence.extend([token], self.target.eos_ids)))
+                    outputs.append(
+                        StepOutput(sequence, sequence.extend([token], self.target.eos_ids))
+                    )
                 upcoming.append(sequence.tokens[sequence.num_computed])
         if self.drafter:
             with self.metrics.timed("refill"):
@@ -133,7 +147,8 @@ class Engine:
         """A decode-only step: draft, verify, keep, refill."""
         sequences = [sequence for sequence, _ in plan.parts]
         wanted = self.config.draft_tokens if self.drafter else 0
-        # The last token of a round is the target's own, so drafts beyond the limit less one cannot be kept.
+        # The last token of a round is the target's own, so drafts beyond the limit less one cannot
+        # be kept.
         counts = [min(wanted, sequence.remaining - 1) for sequence in sequences]
         proposals = [Proposal([])] * len(sequences)
         if self.drafter:
@@ -154,7 +169,9 @@ class Engine:
         outputs = []
         for index, sequence in enumerate(sequences):
             context, drafts = len(sequence.tokens), proposals[index].tokens
-            emitted = sequence.extend([*drafts[: kept[index]], following[index]], self.target.eos_ids)
+            emitted = sequence.extend(
+                [*drafts[: kept[index]], following[index]], self.target.eos_ids
+            )
             sequence.num_computed += kept[index] + 1
             sequence.tokens_per_step.append(len(emitted))
             cut = len(emitted) <= kept[index] or counts[index] < wanted
@@ -173,7 +190,8 @@ class Engine:
         return self.target.trunk.norm(raw[self.target.num_layers])
 
     def _sample(self, sequence: Sequence, logits: Tensor) -> int:
-        """One token from one row of logits [V]; greedy rows also note their lead over the runner-up."""
+        """One token from one row of logits [V]; greedy rows also note their lead over the
+        runner-up."""
         check_finite(logits[None], f"request {sequence.id!r} at position {len(sequence.tokens)}")
         if not sequence.params.greedy:
             return draw(probabilities(logits[None], sequence.params)[0], sequence.uniforms(1)[0])
@@ -184,7 +202,8 @@ class Engine:
     def _verify(
         self, batch: Batch, sequences: list[Sequence], proposals: list[Proposal], logits: Tensor
     ) -> tuple[list[int], list[int]]:
-        """How many drafts of each sequence are kept, and the token that follows them. logits [N, V]."""
+        """How many drafts of each sequence are kept, and the token that follows them. logits [N,
+        V]."""
         best, choices = logits.max(-1)
         if not bool(torch.isfinite(best).all()):
             check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
@@ -192,11 +211,18 @@ class Engine:
         table = torch.full((2, len(sequences), longest + 1), -1, dtype=torch.int64)
         decided = choices.cpu()
         for index, proposal in enumerate(proposals):
-            table[0, index, : len(proposal.tokens)] = torch.tensor(proposal.tokens, dtype=torch.int64)
+            table[0, index, : len(proposal.tokens)] = torch.tensor(
+                proposal.tokens, dtype=torch.int64
+            )
             rows = decided[batch.starts[index] : batch.starts[index + 1]]
             table[1, index, : len(rows)] = rows
-        # A missing draft is -1 and must not meet a missing choice; the last column is never a draft.
-        greedy = accept_greedy(table[0, :, :longest], table[1, :, :longest]).tolist() if longest else None
+        # A missing draft is -1 and must not meet a missing choice; the last column is never a
+        # draft.
+        greedy = (
+            accept_greedy(table[0, :, :longest], table[1, :, :longest]).tolist()
+            if longest
+            else None
+        )
         kept, following = [], []
         for index, sequence in enumerate(sequences):
             first, last = batch.starts[index], batch.starts[index + 1]

@@ -1,12 +1,14 @@
-"""What a run counts, with the definitions its numbers are printed with. Names and meanings are vLLM's.
+"""What a run counts, with the definitions its numbers are printed with. Names and meanings are
+vLLM's.
 
-A *draft* is one sequence in one decode-only step for which at least one token was drafted. Rounds that the token limit
-or an end token cut short are left out of the acceptance figures (an oracle must score K + 1), but in the tokens per
-target call.
+A *draft* is one sequence in one decode-only step for which at least one token was drafted. Rounds
+that the token limit or an end token cut short are left out of the acceptance figures (an oracle
+must score K + 1), but in the tokens per target call.
 
     mean_acceptance_length   1 + num_accepted_tokens / num_drafts, the bonus token included
-    tokens_per_target_call   tokens of decode-only steps / sequence-steps of decode-only steps (the headline)
-    accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted (unconditional; divide by num_drafts)
+    tokens_per_target_call   tokens of decode-only steps / sequence-steps of decode-only steps (the
+    headline) accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted
+    (unconditional; divide by num_drafts)
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class EngineMetrics:
         """One sequence in one decode-only step.
 
         Args:
-            context: tokens before the step. drafted, accepted: drafts. emitted: tokens kept, the target's included.
+            context: tokens before the step. drafted, accepted: drafts. emitted: tokens kept, the
+                target's included.
             cut: whether the limit or an end token cut the round short.
         """
         self.target_calls += 1

@@ -1,8 +1,8 @@
 """Pages of keys and values: one allocator, and one pool that target and head share.
 
-A page id addresses the same rows in every layer of the target *and* of the head: allocated once, freed once. The
-allocator prefers runs of neighbouring pages, so that a sequence's keys can be read as a slice without a copy; when
-there is no run it hands out scattered pages, and they are gathered.
+A page id addresses the same rows in every layer of the target *and* of the head: allocated once,
+freed once. The allocator prefers runs of neighbouring pages, so that a sequence's keys can be read
+as a slice without a copy; when there is no run it hands out scattered pages, and they are gathered.
 """
 
 from __future__ import annotations
@@ -74,12 +74,23 @@ class KVPool:
         self.values: list[Tensor | None] = [None] * num_layers
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads, N, width]."""
+        """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads,
+        N, width]."""
         keys, values = self.keys[index], self.values[index]
         if keys is None or values is None:
             make = torch.full if self.poison else _zeros
-            keys = make((k.shape[0], self.num_slots, k.shape[2]), float("nan"), dtype=k.dtype, device=k.device)
-            values = make((v.shape[0], self.num_slots, v.shape[2]), float("nan"), dtype=v.dtype, device=v.device)
+            keys = make(
+                (k.shape[0], self.num_slots, k.shape[2]),
+                float("nan"),
+                dtype=k.dtype,
+                device=k.device,
+            )
+            values = make(
+                (v.shape[0], self.num_slots, v.shape[2]),
+                float("nan"),
+                dtype=v.dtype,
+                device=v.device,
+            )
             self.keys[index], self.values[index] = keys, values
         return keys, values
 

@@ -1,4 +1,5 @@
-"""From logits to the distribution a request asked for; one place for plain rows, verify rows and drafts."""
+"""From logits to the distribution a request asked for; one place for plain rows, verify rows and
+drafts."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ def check_finite(logits: Tensor, place: str) -> None:
     best = logits.amax(-1)
     if not bool(torch.isfinite(best).all()):
         raise ValueError(
-            f"{place}: logits are not finite (largest {best.tolist()[:4]}); the weights are damaged or the dtype "
+            f"{place}: logits are not finite (largest {best.tolist()[:4]}); the weights are "
+            "damaged or the dtype "
             "overflows: try target.dtype=float32"
         )

@@ -1,8 +1,10 @@
-"""Who runs next. Continuous batching: requests join and leave between any two steps; long prompts go in chunks.
+"""Who runs next. Continuous batching: requests join and leave between any two steps; long prompts
+go in chunks.
 
-A step is either mixed (at least one request still prefills: every decoding request gets one row, the others a chunk
-under the token budget, and all decode plainly) or decode-only (where speculation happens). A request is admitted when
-all the pages it can ever need are free, so a running request never has to stop.
+A step is either mixed (at least one request still prefills: every decoding request gets one row,
+the others a chunk under the token budget, and all decode plainly) or decode-only (where speculation
+happens). A request is admitted when all the pages it can ever need are free, so a running request
+never has to stop.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ class Scheduler:
             ValueError: an empty prompt, or a request that could never fit the pool.
         """
         if not sequence.tokens:
-            raise ValueError(f"request {sequence.id!r}: the prompt is empty; give at least one token")
+            raise ValueError(
+                f"request {sequence.id!r}: the prompt is empty; give at least one token"
+            )
         need, have = self._pages_needed(sequence), self.allocator.num_pages
         if need > have:
             raise ValueError(
                 f"request {sequence.id!r}: prompt {sequence.num_prompt} + max_new_tokens "
-                f"{sequence.params.max_new_tokens} needs {need * self.config.page_size} slots, the pool has "
+                f"{sequence.params.max_new_tokens} needs {need * self.config.page_size} slots, the "
+                "pool has "
                 f"{have * self.config.page_size}; raise engine.pool_tokens or shorten the request"
             )
         self.waiting.append(sequence)

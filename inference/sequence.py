@@ -1,4 +1,5 @@
-"""A request while it runs: tokens, pages, how far the pages are filled. Host bookkeeping only, no model tensors."""
+"""A request while it runs: tokens, pages, how far the pages are filled. Host bookkeeping only, no
+model tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class Lead(NamedTuple):
 class Sequence:
     """One request.
 
-    Order that always holds: 0 <= num_computed < len(tokens) until it is finished. Rows 0 .. num_computed-1 are in
-    the pages of the target, and of the head (whose row p also used tokens[p+1]).
+    Order that always holds: 0 <= num_computed < len(tokens) until it is finished. Rows 0 ..
+    num_computed-1 are in the pages of the target, and of the head (whose row p also used
+    tokens[p+1]).
     """
 
     id: str
@@ -71,11 +73,13 @@ class Sequence:
         return self.pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def uniforms(self, count: int) -> list[float]:
-        """`count` draws in [0, 1) of this request's own stream, so that a batch does not change its text."""
+        """`count` draws in [0, 1) of this request's own stream, so that a batch does not change its
+        text."""
         return torch.rand(count, generator=self.generator, dtype=torch.float64).tolist()
 
     def extend(self, tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
-        """Append newly decided tokens, cut at an end token or the length limit; returns what was kept."""
+        """Append newly decided tokens, cut at an end token or the length limit; returns what was
+        kept."""
         kept: list[int] = []
         for token in tokens[: self.remaining]:
             kept.append(token)

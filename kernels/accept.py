@@ -2,10 +2,11 @@
 
 Greedy: keep the longest prefix that equals the target's argmax; the target's next token comes free.
 
-Sampled (Leviathan et al., arXiv 2211.17192, algorithm 1): draft i was drawn from q_i; keep it with probability
-min(1, p_i(x) / q_i(x)); at the first rejection draw from norm(max(p_i - q_i, 0)); when all are kept draw the bonus
-from p_{k+1}. A draft that was not drawn but chosen (argmax, look-up) has a one-hot q: keep it with probability p(x),
-else draw from p with x struck out. Either way every emitted token has the target's law.
+Sampled (Leviathan et al., arXiv 2211.17192, algorithm 1): draft i was drawn from q_i; keep it with
+probability min(1, p_i(x) / q_i(x)); at the first rejection draw from norm(max(p_i - q_i, 0)); when
+all are kept draw the bonus from p_{k+1}. A draft that was not drawn but chosen (argmax, look-up)
+has a one-hot q: keep it with probability p(x), else draw from p with x struck out. Either way every
+emitted token has the target's law.
 
 Legend: B sequences, k drafts of one sequence, K the most drafts of any, V vocabulary.
 """
@@ -41,7 +42,8 @@ def accept_greedy(drafts: Tensor, choices: Tensor) -> Tensor:
     """How many drafts of each chain are kept.
 
     Args:
-        drafts: [B, K] int64, -1 where a chain is shorter. choices: [B, K] int64, the target's argmax at each row.
+        drafts: [B, K] int64, -1 where a chain is shorter. choices: [B, K] int64, the target's
+            argmax at each row.
     Returns:
         [B] int64.
     """
@@ -54,9 +56,11 @@ def accept_sampled(
     """Verify one chain by rejection sampling.
 
     Args:
-        drafts: k token ids. law: what they were drawn from; None for drafts that were chosen, not drawn.
+        drafts: k token ids. law: what they were drawn from; None for drafts that were chosen, not
+            drawn.
         target: [k+1, V] the target's probabilities at each row, after temperature and truncation.
-        uniforms: k+1 draws in [0, 1): one per draft, the last for the token that comes from the target.
+        uniforms: k+1 draws in [0, 1): one per draft, the last for the token that comes from the
+            target.
     Returns:
         (number kept, the next token).
     """
@@ -78,7 +82,8 @@ def accept_sampled(
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """A token by inverting the cumulative sum of non-negative weights [V] (not necessarily normalised).
+    """A token by inverting the cumulative sum of non-negative weights [V] (not necessarily
+    normalised).
 
     Raises:
         ValueError: the weights have no mass or are not finite (NaN logits upstream).
@@ -86,7 +91,9 @@ def draw(weights: Tensor, uniform: float) -> int:
     cumulative = weights.to(torch.float64).cumsum(0)
     total = float(cumulative[-1])
     if not 0 < total < float("inf"):
-        raise ValueError(f"cannot sample: the weights sum to {total}; the logits hold NaN or infinity")
+        raise ValueError(
+            f"cannot sample: the weights sum to {total}; the logits hold NaN or infinity"
+        )
     threshold = torch.tensor([uniform * total], dtype=torch.float64, device=weights.device)
     token = int(torch.searchsorted(cumulative, threshold, right=True)[0])
     # Rounding of uniform * total can land on the last edge; the last token with mass is meant.

@@ -1,12 +1,14 @@
 """Causal attention of n queries to the last n of S keys and to all keys before them.
 
-    out_i = sum_{j <= S - n + i} softmax_j(scaling * q_i . k_j) v_j        (softcap c: c * tanh(score / c))
+    out_i = sum_{j <= S - n + i} softmax_j(scaling * q_i . k_j) v_j        (softcap c: c *
+    tanh(score / c))
 
-This one function serves a packed prefill (n = S), a chunk with a past (n < S), a decode row (n = 1) and the rows of
-a chain to verify (n = K + 1): what is dumped, trained on and decoded sees the same attention. Few queries go to
-PyTorch's fused attention with a mask on the last n columns only; many go in blocks of queries against exactly the
-keys they may see, which on CPUs without matrix units is twice as fast as the fused form in bfloat16. In that dtype
-the scores of a block are rounded to bfloat16 before the float32 softmax, as in transformers' eager attention.
+This one function serves a packed prefill (n = S), a chunk with a past (n < S), a decode row (n = 1)
+and the rows of a chain to verify (n = K + 1): what is dumped, trained on and decoded sees the same
+attention. Few queries go to PyTorch's fused attention with a mask on the last n columns only; many
+go in blocks of queries against exactly the keys they may see, which on CPUs without matrix units is
+twice as fast as the fused form in bfloat16. In that dtype the scores of a block are rounded to
+bfloat16 before the float32 softmax, as in transformers' eager attention.
 
 Legend: Hq query heads, Hk key heads (Hq = G * Hk), n queries, S keys, D key width, Dv value width.
 """
@@ -22,9 +24,15 @@ _FEW = 16
 
 
 def causal_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The plain definition, with a materialised mask. q [Hq,n,D], k [Hk,S,D], v [Hk,S,Dv] -> [Hq,n,Dv]."""
+    """The plain definition, with a materialised mask. q [Hq,n,D], k [Hk,S,D], v [Hk,S,Dv] ->
+    [Hq,n,Dv]."""
     group = q.shape[0] // k.shape[0]
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scaling
     if softcap is not None:
@@ -34,7 +42,12 @@ def causal_attention_reference(
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention, aligned at the end.
 
@@ -63,7 +76,9 @@ def causal_attention(
         rows, seen = end - start, past + end
         first = 0 if window is None else max(0, past + start - window + 1)
         block = scaled[:, :, start:end].reshape(k.shape[0], group * rows, width)
-        scores = torch.bmm(block, k[:, first:seen].transpose(1, 2)).view(k.shape[0], group, rows, -1)
+        scores = torch.bmm(block, k[:, first:seen].transpose(1, 2)).view(
+            k.shape[0], group, rows, -1
+        )
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if window is None:
@@ -83,4 +98,6 @@ def _mask(n: int, keys: int, window: int | None, like: Tensor) -> Tensor:
     hidden = key > query
     if window is not None:
         hidden = hidden | (key <= query - window)
-    return torch.zeros(n, keys, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(n, keys, dtype=like.dtype, device=like.device).masked_fill_(
+        hidden, float("-inf")
+    )

@@ -1,8 +1,10 @@
-"""y = x W^T with the weight laid out once for the processor, and the elementwise step that follows it fused in.
+"""y = x W^T with the weight laid out once for the processor, and the elementwise step that follows
+it fused in.
 
-On a CPU, oneDNN multiplies few rows up to three times faster when the weight is already in its blocked layout, and
-applies an activation, a product or a residual sum to the result while it is still in a register (accumulated in
-float32). Elsewhere, and for dtypes oneDNN does not pack, the plain definition runs. Inference only: no gradient.
+On a CPU, oneDNN multiplies few rows up to three times faster when the weight is already in its
+blocked layout, and applies an activation, a product or a residual sum to the result while it is
+still in a register (accumulated in float32). Elsewhere, and for dtypes oneDNN does not pack, the
+plain definition runs. Inference only: no gradient.
 
     none      x W^T
     silu      silu(x W^T)
@@ -19,15 +21,16 @@ from torch import Tensor
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
-def linear_reference(x: Tensor, weight: Tensor, then: str = "none", other: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor, weight: Tensor, then: str = "none", other: Tensor | None = None
+) -> Tensor:
     """The plain definition. x [N, in], weight [out, in], other [N, out] -> [N, out]."""
     y = F.linear(x, weight)
     if then == "silu":
         return F.silu(y)
-    if then == "mul":
-        return y * other
-    if then == "add":
-        return y + other
+    if then in ("mul", "add"):
+        assert other is not None
+        return y * other if then == "mul" else y + other
     return y
 
 

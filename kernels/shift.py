@@ -8,8 +8,9 @@ head row p        (h0,x1)(h1,x2)(h2,x3)    (h_{n-1},x_n)
   predicts        x2     x3     x4         x_{n+1}
 step k of row p:  token x_{p+1+k}, predicts x_{p+2+k}, teacher softmax(lm_head(norm(h_{p+1+k})))
 ```
-Several rows lie end to end in one packed buffer; `starts` marks their borders (starts[0] = 0, starts[-1] = N) and
-nothing is ever shifted across one. Legend: N packed positions, R rows, K unroll steps.
+Several rows lie end to end in one packed buffer; `starts` marks their borders (starts[0] = 0,
+starts[-1] = N) and nothing is ever shifted across one. Legend: N packed positions, R rows, K unroll
+steps.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def shift_tokens(tokens: Tensor, starts: Tensor, offset: int, fill: int = 0) -> 
 
 
 def supervision(supervised: Tensor, starts: Tensor, steps: int) -> Tensor:
-    """Which rows of which step learn: [k, p] is true when x_{p+1} ... x_{p+2+k} were all written by the
-    assistant in one turn. Turns are separated by template tokens, so an unbroken run is one turn.
+    """Which rows of which step learn: [k, p] is true when x_{p+1} ... x_{p+2+k} were all written by
+    the assistant in one turn. Turns are separated by template tokens, so an unbroken run is one
+    turn.
 
     Args:
         supervised: [N] bool, true where the assistant wrote the token.
@@ -69,12 +71,14 @@ def supervision(supervised: Tensor, starts: Tensor, steps: int) -> Tensor:
 
 
 def insert_next(shifted: Tensor, last_rows: Tensor, next_tokens: Tensor) -> Tensor:
-    """Complete a shifted buffer: the last row of each sequence takes the token that was just decided.
+    """Complete a shifted buffer: the last row of each sequence takes the token that was just
+    decided.
 
     Args:
         shifted: [N] tokens already shifted by one inside each sequence.
         last_rows: [B] int64, the index of each sequence's last row in this batch.
-        next_tokens: [B], the token that follows that row (sampled, or the next prompt token of a chunk).
+        next_tokens: [B], the token that follows that row (sampled, or the next prompt token of a
+            chunk).
     Returns:
         [N], a new tensor.
     """

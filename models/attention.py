@@ -1,7 +1,8 @@
 """How transformers' layers reach our attention: one registered function and one keyword.
 
-`model(..., draftsmith=context)` hands the context to every attention layer. transformers then builds no mask, and
-the context decides what a query sees: the rows of a packed dump, the pages of the engine, the unrolled steps of
+`model(..., draftsmith=context)` hands the context to every attention layer. transformers then
+builds no mask, and the context decides what a query sees: the rows of a packed dump, the pages of
+    the engine, the unrolled steps of
 training. Widths of keys and values may differ (MLA).
 """
 
@@ -37,7 +38,8 @@ class AttentionContext(Protocol):
 
 
 class PackedContext:
-    """Rows lie end to end and each attends causally to itself alone: a dump, or any pass without a past.
+    """Rows lie end to end and each attends causally to itself alone: a dump, or any pass without a
+    past.
 
     Args:
         starts: row borders, starts[0] = 0, starts[-1] = N.
@@ -79,7 +81,9 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if draftsmith is None:
-        raise ValueError("this model was loaded for draftsmith's engine: pass draftsmith=<attention context>")
+        raise ValueError(
+            "this model was loaded for draftsmith's engine: pass draftsmith=<attention context>"
+        )
     assert attention_mask is None, "a mask was built although the context decides what is seen"
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -13,7 +13,11 @@ class DecoderStack(Protocol):
     """Layers 0..L-1 of a target."""
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, context: AttentionContext, boundaries: tuple[int, ...]
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        boundaries: tuple[int, ...],
     ) -> dict[int, Tensor]:
         """embeds [N, H], positions [N] -> raw states [N, H] by boundary; L is always among them."""
         ...
@@ -31,14 +35,20 @@ class HubStack:
         self.num_layers = len(decoder.layers)
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, context: AttentionContext, boundaries: tuple[int, ...]
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        boundaries: tuple[int, ...],
     ) -> dict[int, Tensor]:
         """See `DecoderStack`."""
         caught: dict[int, Tensor] = {}
         wanted = {*boundaries, self.num_layers}
         unknown = sorted(k for k in wanted if not 0 <= k <= self.num_layers)
         if unknown:
-            raise ValueError(f"boundaries {unknown}: this target has boundaries 0 to {self.num_layers}")
+            raise ValueError(
+                f"boundaries {unknown}: this target has boundaries 0 to {self.num_layers}"
+            )
 
         def catch(boundary: int) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

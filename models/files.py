@@ -1,4 +1,5 @@
-"""Files that are whole or absent: written under a temporary name, flushed to the disk, then renamed."""
+"""Files that are whole or absent: written under a temporary name, flushed to the disk, then
+renamed."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def read_json(path: Path | str) -> Any:
         raise ValueError(f"{path} does not exist; run the command that writes it first") from None
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path} is not valid JSON at character {error.pos} ({error.msg}); delete it and run the "
+            f"{path} is not valid JSON at character {error.pos} ({error.msg}); delete it and run "
+            "the "
             "command that writes it again"
         ) from error
 

@@ -1,7 +1,8 @@
 """GGUF files, converted once into a Hugging Face safetensors folder.
 
-transformers reads GGUF (and undoes the row permutation of Llama's q and k), but refuses to save what it read.
-The result is stored in bfloat16, so that the same values stand in bfloat16, float32 and float64 runs.
+transformers reads GGUF (and undoes the row permutation of Llama's q and k), but refuses to save
+what it read. The result is stored in bfloat16, so that the same values stand in bfloat16, float32
+and float64 runs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def convert_gguf(path: Path, folder: Path) -> Path:
     """Convert `path` into `folder` unless it already holds this very file's conversion.
 
     Returns:
-        `folder`, with model.safetensors, config.json, tokenizer files and chat template, and `converted.json`, which
-        is written last and names the source's SHA-256.
+        `folder`, with model.safetensors, config.json, tokenizer files and chat template, and
+        `converted.json`, which is written last and names the source's SHA-256.
     Raises:
         ValueError: transformers cannot read the file.
     """
@@ -39,7 +40,9 @@ def convert_gguf(path: Path, folder: Path) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         raise ValueError(f"{path}: transformers cannot read this GGUF file ({error})") from error
-    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+    tensors = {
+        name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()
+    }
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})

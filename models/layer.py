@@ -1,4 +1,5 @@
-"""One decoder layer of the target's own family, for a head: its class, its rotary embedding, its weights."""
+"""One decoder layer of the target's own family, for a head: its class, its rotary embedding, its
+weights."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .norm import use_own_norms
 
 
 def one_layer_model(config: Any) -> Any:
-    """The base model (`LlamaModel`, …) of this family with one layer, on the meta device, attention registered."""
+    """The base model (`LlamaModel`, …) of this family with one layer, on the meta device, attention
+    registered."""
     attention.register()
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1
@@ -30,10 +32,11 @@ def one_layer_model(config: Any) -> Any:
 
 
 def decoder_layer(config: Any) -> tuple[nn.Module, nn.Module]:
-    """A randomly initialised decoder layer (layer index 0) in float32 on the CPU, and its rotary module.
+    """A randomly initialised decoder layer (layer index 0) in float32 on the CPU, and its rotary
+    module.
 
-    The layer calls our attention; its norms are `models.norm.RMSNorm`. The rotary module is built anew from the
-    configuration, since its buffers are not in any checkpoint.
+    The layer calls our attention; its norms are `models.norm.RMSNorm`. The rotary module is built
+    anew from the configuration, since its buffers are not in any checkpoint.
     """
     model = one_layer_model(config)
     layer = model.layers[0].to_empty(device="cpu").float()
@@ -54,7 +57,8 @@ def decoder_layer(config: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def read_layer(files: dict[str, Path], index: int) -> dict[str, Tensor]:
-    """The tensors of target layer `index` (0-based) by their names inside the layer, from those files alone."""
+    """The tensors of target layer `index` (0-based) by their names inside the layer, from those
+    files alone."""
     prefix = f"model.layers.{index}."
     found: dict[str, Tensor] = {}
     for name, path in files.items():
@@ -62,5 +66,7 @@ def read_layer(files: dict[str, Path], index: int) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 found[name.removeprefix(prefix)] = file.get_tensor(name)
     if not found:
-        raise ValueError(f"no tensor {prefix}* in {sorted({str(path) for path in files.values()})[:2]}")
+        raise ValueError(
+            f"no tensor {prefix}* in {sorted({str(path) for path in files.values()})[:2]}"
+        )
     return found

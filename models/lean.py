@@ -1,9 +1,10 @@
-"""Decoder layers of the Llama family without the overhead: fused weights, packed once, a dozen calls a layer.
+"""Decoder layers of the Llama family without the overhead: fused weights, packed once, a dozen
+calls a layer.
 
-In a decode pass of a small target, module calls and unfused elementwise steps cost as much as the matrix products.
-These layers compute the same function from the same weights (tests hold them against transformers' own in float64);
-they carry no gradient. q, k and v are one product; the activation, the gate's product and both residual sums ride on
-the products that precede them.
+In a decode pass of a small target, module calls and unfused elementwise steps cost as much as the
+matrix products. These layers compute the same function from the same weights (tests hold them
+against transformers' own in float64); they carry no gradient. q, k and v are one product; the
+activation, the gate's product and both residual sums ride on the products that precede them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class LeanLayer:
     """One Llama decoder layer.
 
     Args:
-        layer: a `LlamaDecoderLayer` (or one of the same shape); its weights are copied in packed form.
+        layer: a `LlamaDecoderLayer` (or one of the same shape); its weights are copied in packed
+            form.
         index: how the attention context knows this layer.
     """
 
@@ -81,7 +83,11 @@ class LeanStack:
         )
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, context: AttentionContext, boundaries: tuple[int, ...]
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        boundaries: tuple[int, ...],
     ) -> dict[int, Tensor]:
         """See `DecoderStack.forward`."""
         last = len(self.layers)
@@ -100,7 +106,8 @@ class LeanStack:
 
 
 def lean_rotary(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [N, 1, D] of the family's own rotary module, the first half of sin negated for a swap of halves."""
+    """cos and sin [N, 1, D] of the family's own rotary module, the first half of sin negated for a
+    swap of halves."""
     cos, sin = rotary(like[None], positions[None])
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()

@@ -1,7 +1,7 @@
 """RMSNorm in the two styles that targets use, with statistics in at least float32.
 
-    rms     y = x / sqrt(mean(x^2) + eps) * w
-    gemma   y = x / sqrt(mean(x^2) + eps) * (1 + w)
+rms     y = x / sqrt(mean(x^2) + eps) * w
+gemma   y = x / sqrt(mean(x^2) + eps) * (1 + w)
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.rms_norm import rms_norm
+
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension; float64 input is computed in float64 (transformers' own drops to float32).
+    """RMSNorm over the last dimension; float64 input is computed in float64 (transformers' own
+    drops to float32).
 
     Args:
         size: width H. eps: added to the mean square. style: `rms` or `gemma`.
@@ -30,8 +33,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], the dtype of x."""
-        weight = self.weight if self.style == "rms" else 1.0 + self.weight
-        return F.rms_norm(x, self.weight.shape, weight.to(x.dtype), self.eps)
+        weight = (self.weight if self.style == "rms" else 1.0 + self.weight).to(x.dtype)
+        if torch.is_grad_enabled() or x.dim() != 2:
+            return F.rms_norm(x, self.weight.shape, weight, self.eps)
+        return rms_norm(x, weight, self.eps)
 
 
 def norm_style(module: nn.Module) -> str:
@@ -47,9 +52,13 @@ def own_norm(module: Any) -> RMSNorm:
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if eps is None or not isinstance(getattr(module, "weight", None), Tensor):
-        raise ValueError(f"the target's norm is a {type(module).__name__}; only RMSNorm targets are supported")
+        raise ValueError(
+            f"the target's norm is a {type(module).__name__}; only RMSNorm targets are supported"
+        )
     norm = RMSNorm(module.weight.shape[0], float(eps), norm_style(module))
-    norm.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
+    norm.weight = nn.Parameter(
+        module.weight.detach().clone(), requires_grad=module.weight.requires_grad
+    )
     return norm
 
 

@@ -16,7 +16,8 @@ _LIBRARIES = ("draftsmith", "torch", "transformers", "deepspeed", "safetensors",
 
 
 def provenance(config: dict[str, Any]) -> dict[str, Any]:
-    """A JSON-ready record of this run: `command`, `config`, `git`, `versions`, `time` (UTC), `machine`."""
+    """A JSON-ready record of this run: `command`, `config`, `git`, `versions`, `time` (UTC),
+    `machine`."""
     versions = {}
     for name in _LIBRARIES:
         try:
@@ -46,7 +47,12 @@ def _git_state() -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=False
+                ["git", *arguments],
+                cwd=root,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             return None

@@ -1,4 +1,5 @@
-"""Where things come from: a path, `pkg://package/path/inside`, or `hf://owner/name[@revision][/file]`."""
+"""Where things come from: a path, `pkg://package/path/inside`, or
+`hf://owner/name[@revision][/file]`."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from pathlib import Path
 def resolve(source: str) -> Path:
     """The local path of a source.
 
-    `pkg://` looks inside an installed package without importing it; `hf://` downloads through the hub's cache.
+    `pkg://` looks inside an installed package without importing it; `hf://` downloads through the
+    hub's cache.
 
     Raises:
-        ValueError: nothing is there; the message says what was looked for and what to install or correct.
+        ValueError: nothing is there; the message says what was looked for and what to install or
+        correct.
     """
     if source.startswith("pkg://"):
         return _resolve_package(source)
@@ -21,7 +24,8 @@ def resolve(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(
-            f"source {source!r}: no such file or folder (looked at {path.absolute()}); give an existing path, "
+            f"source {source!r}: no such file or folder (looked at {path.absolute()}); give an "
+            "existing path, "
             "pkg://package/path/inside or hf://owner/name"
         )
     return path
@@ -47,7 +51,9 @@ def _resolve_hub(source: str) -> Path:
 
     parts = source.removeprefix("hf://").split("/", 2)
     if len(parts) < 2 or not all(parts[:2]):
-        raise ValueError(f"source {source!r}: write hf://owner/name, hf://owner/name@revision or …/file")
+        raise ValueError(
+            f"source {source!r}: write hf://owner/name, hf://owner/name@revision or …/file"
+        )
     name, _, revision = parts[1].partition("@")
     repository = f"{parts[0]}/{name}"
     try:
@@ -56,6 +62,7 @@ def _resolve_hub(source: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None))
     except Exception as error:
         raise ValueError(
-            f"source {source!r}: the hub could not give it ({error}); check the name and the network, or "
+            f"source {source!r}: the hub could not give it ({error}); check the name and the "
+            "network, or "
             "give a local path"
         ) from error

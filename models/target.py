@@ -1,7 +1,7 @@
 """The target: a causal language model of transformers, frozen, run through our attention.
 
-Boundary k is the only way layers are named: 0 is the embedding's output, k the residual stream entering layer k, and
-L (the number of layers) the output of the last layer *before* the final norm.
+Boundary k is the only way layers are named: 0 is the embedding's output, k the residual stream
+entering layer k, and L (the number of layers) the output of the last layer *before* the final norm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class TargetConfig:
     folder: str = "work/target"
     """Where a GGUF file is converted to, once."""
     layers: str = "auto"
-    """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven equal."""
+    """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven
+    equal."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -82,9 +83,11 @@ def has_tokenizer(folder: Path | str) -> bool:
 
 
 def fingerprint(folder: Path | str) -> dict[str, str]:
-    """Content hashes that identify a target: `config`, `tokenizer`, `chat_template`, `weights` (hex, 16 digits).
+    """Content hashes that identify a target: `config`, `tokenizer`, `chat_template`, `weights`
+    (hex, 16 digits).
 
-    Weight files are hashed whole; the digests are remembered beside size and time of change in the user's cache.
+    Weight files are hashed whole; the digests are remembered beside size and time of change in the
+    user's cache.
     """
     folder = Path(folder)
     template = load_tokenizer(folder).chat_template if has_tokenizer(folder) else None
@@ -108,7 +111,8 @@ class Target:
     """A frozen target with its trunk. `forward` takes packed rows and an attention context.
 
     Attributes:
-        config: transformers' configuration. stack: the decoder layers. trunk: embedding, final norm, lm_head.
+        config: transformers' configuration. stack: the decoder layers. trunk: embedding, final
+            norm, lm_head.
         eos_ids: every id that ends a turn (tokenizer, config and generation_config joined).
     """
 
@@ -128,7 +132,8 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig) -> Target:
-        """Load weights, tokenizer facts and trunk; parameters are frozen and the model is in eval mode."""
+        """Load weights, tokenizer facts and trunk; parameters are frozen and the model is in eval
+        mode."""
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
         attention.register()
@@ -136,7 +141,7 @@ class Target:
         if config.layers not in ("auto", "lean", "transformers"):
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
         )
         model = model.to(device).eval().requires_grad_(False)
@@ -146,7 +151,8 @@ class Target:
         lean = LeanStack.supports(model_config) and config.layers != "transformers"
         if config.layers == "lean" and not lean:
             raise ValueError(
-                f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; use auto"
+                f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
+                "use auto"
             )
         stack = LeanStack(model.get_decoder()) if lean else HubStack(model.get_decoder())
         return cls(folder, model_config, stack, trunk, eos_ids(folder, model_config))

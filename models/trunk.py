@@ -1,7 +1,9 @@
-"""The trunk: embedding, final norm and lm_head of a target, frozen, readable without the rest of the checkpoint.
+"""The trunk: embedding, final norm and lm_head of a target, frozen, readable without the rest of
+the checkpoint.
 
-Offline training of a head needs these three alone: of a 70B target that is about 2 GB instead of 140. Whether the
-lm_head is tied to the embedding is decided by what the files hold; the configuration's flag is cross-checked.
+Offline training of a head needs these three alone: of a 70B target that is about 2 GB instead of
+140. Whether the lm_head is tied to the embedding is decided by what the files hold; the
+configuration's flag is cross-checked.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ _LM_HEAD = "lm_head.weight"
 
 
 class Trunk:
-    """Frozen embedding, final norm and lm_head. Not a module, so that no optimiser or checkpoint can pick it up.
+    """Frozen embedding, final norm and lm_head. Not a module, so that no optimiser or checkpoint
+    can pick it up.
 
     Args:
-        embedding: [V, H]; norm: maps raw states [..., H] to normed ones; lm_head: [V, H] (may be `embedding`).
-        multiplier: factor of the embeddings; logit_scale: factor of the logits; softcap: soft cap of the logits.
+        embedding: [V, H]; norm: maps raw states [..., H] to normed ones; lm_head: [V, H] (may be
+            `embedding`).
+        multiplier: factor of the embeddings; logit_scale: factor of the logits; softcap: soft cap
+            of the logits.
     """
 
     def __init__(
@@ -66,7 +71,9 @@ class Trunk:
         return self.lm_head.data_ptr() == self.embedding.data_ptr()
 
     @classmethod
-    def load(cls, folder: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Trunk:
+    def load(
+        cls, folder: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Trunk:
         """Read the three tensors of a Hugging Face safetensors folder and nothing else.
 
         Raises:
@@ -83,7 +90,8 @@ class Trunk:
                 head = embedding
             elif tied:
                 warnings.warn(
-                    f"{folder}: tie_word_embeddings is true but the files hold an lm_head that differs from the "
+                    f"{folder}: tie_word_embeddings is true but the files hold an lm_head that "
+                    "differs from the "
                     "embedding; the file's own lm_head is used",
                     stacklevel=2,
                 )
@@ -91,7 +99,8 @@ class Trunk:
             head = embedding
         else:
             raise ValueError(
-                f"{folder}: no tensor {_LM_HEAD!r} and tie_word_embeddings is false; the checkpoint is incomplete "
+                f"{folder}: no tensor {_LM_HEAD!r} and tie_word_embeddings is false; the "
+                "checkpoint is incomplete "
                 "(a random head would be used); complete it or set tie_word_embeddings"
             )
         norm = own_norm(one_layer_model(config).norm.to_empty(device="cpu"))
@@ -119,7 +128,8 @@ class Trunk:
         return self.lm_head if ids is None else self.lm_head[ids.to(self.lm_head.device)]
 
     def logits(self, normed: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Normed states [N, H] -> logits [N, V] (or [N, Vd] for ids [Vd]), scale and soft cap applied."""
+        """Normed states [N, H] -> logits [N, V] (or [N, Vd] for ids [Vd]), scale and soft cap
+        applied."""
         return self.finish_logits(nn.functional.linear(normed, self.lm_head_weight(ids)))
 
     def finish_logits(self, raw: Tensor) -> Tensor:
@@ -135,7 +145,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Every tensor name of a safetensors folder with the file that holds it.
 
     Raises:
-        ValueError: no safetensors file, an unreadable one, or one that the index names and the folder lacks.
+        ValueError: no safetensors file, an unreadable one, or one that the index names and the
+        folder lacks.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -145,7 +156,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise ValueError(f"{index} is damaged ({error}); fetch the checkpoint again") from error
         missing = sorted({name for name in names.values() if not (folder / name).exists()})
         if missing:
-            raise ValueError(f"{folder}: the index names {missing}, which are not there; fetch them")
+            raise ValueError(
+                f"{folder}: the index names {missing}, which are not there; fetch them"
+            )
         return {name: folder / file for name, file in names.items()}
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -153,16 +166,24 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             with safe_open(path, framework="pt") as file:
                 found.update(dict.fromkeys(file.keys(), path))
         except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}); it is cut or damaged: fetch it again") from error
+            raise ValueError(
+                f"{path} cannot be read ({error}); it is cut or damaged: fetch it again"
+            ) from error
     if not found:
-        raise ValueError(f"{folder} holds no *.safetensors file; give a Hugging Face checkpoint folder")
+        raise ValueError(
+            f"{folder} holds no *.safetensors file; give a Hugging Face checkpoint folder"
+        )
     return found
 
 
 def _read(files: dict[str, Path], name: str, folder: Path) -> Tensor:
     if name not in files:
-        close = sorted(key for key in files if key.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:])[:3]
-        raise ValueError(f"{folder}: no tensor {name!r} (similar: {close}); the trunk cannot be complete")
+        close = sorted(key for key in files if key.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:])[
+            :3
+        ]
+        raise ValueError(
+            f"{folder}: no tensor {name!r} (similar: {close}); the trunk cannot be complete"
+        )
     with safe_open(files[name], framework="pt") as file:
         return file.get_tensor(name)
 

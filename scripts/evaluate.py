@@ -41,25 +41,19 @@ def run(config: Config, invocation: Invocation) -> None:
 def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], list[Path]]:
     """The report, and the files it was written to."""
     artifacts, settings = Artifacts.of(config), config.evaluate
-    runs: list[dict[str, Any]] = []
-    target = loaded = None
-    for dtype in settings.dtypes or (config.target.dtype,):
-        target = Target.load(dataclasses.replace(config.target, dtype=dtype))
-        loaded = _head(config, target)
-        tokenizer = load_tokenizer(target.folder)
-        for name in settings.prompts:
-            prompts = prompt_set(name, settings.limit, config, tokenizer)
-            for temperature in settings.temperatures:
-                params = SamplingParams(
-                    max_new_tokens=settings.max_new_tokens,
-                    temperature=temperature,
-                    seed=settings.seed,
-                )
-                runs += _measured(target, loaded, prompts, params, config, invocation)
-    assert target is not None
+    names = tuple(dict.fromkeys(("none", *settings.drafters)))
+    runs, target, loaded = _pass(
+        config, config.target.dtype, names, settings.temperatures, invocation
+    )
+    about = {"target": _about_target(target, config), "head": _about_head(loaded, config)}
+    if settings.proof is not None:
+        del target, loaded
+        batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
+        proof = dataclasses.replace(config, engine=batched)
+        compared = tuple(name for name in names if name in ("none", "mtp"))
+        runs += _pass(proof, settings.proof, compared, (0.0,), invocation)[0]
     report = {
-        "target": _about_target(target, config),
-        "head": _about_head(loaded, config),
+        **about,
         "data": _about_data(artifacts),
         "settings": {**_settings(config), "threads": torch.get_num_threads()},
         "key": key(config),
@@ -69,6 +63,30 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
     written = render(report, metrics, artifacts.work)
     write_provenance(artifacts.work, invocation.resolved)
     return report, written
+
+
+def _pass(
+    config: Config,
+    dtype: str,
+    drafters: tuple[str, ...],
+    temperatures: tuple[float, ...],
+    invocation: Invocation,
+) -> tuple[list[dict[str, Any]], Target, LoadedHead | None]:
+    """Every drafter on every prompt set and temperature, the target in one dtype."""
+    settings, runs = config.evaluate, []
+    target = Target.load(dataclasses.replace(config.target, dtype=dtype))
+    loaded = _head(config, target)
+    tokenizer = load_tokenizer(target.folder)
+    for name in settings.prompts:
+        prompts = prompt_set(name, settings.limit, config, tokenizer)
+        for temperature in temperatures:
+            params = SamplingParams(
+                max_new_tokens=settings.max_new_tokens,
+                temperature=temperature,
+                seed=settings.seed,
+            )
+            runs += _measured(target, loaded, drafters, prompts, params, config, invocation)
+    return runs, target, loaded
 
 
 def key(config: Config) -> str:
@@ -144,6 +162,7 @@ def _row(run: dict[str, Any]) -> list[str]:
 def _measured(
     target: Target,
     loaded: LoadedHead | None,
+    drafters: tuple[str, ...],
     prompts: PromptSet,
     params: SamplingParams,
     config: Config,
@@ -153,7 +172,7 @@ def _measured(
     it."""
     plain: RunResult | None = None
     entries = []
-    for name in dict.fromkeys(("none", *config.evaluate.drafters)):
+    for name in drafters:
         what = (
             f"{prompts.name}, {name}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
         )

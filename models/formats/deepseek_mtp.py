@@ -5,12 +5,13 @@
     model.layers.{L}.eh_proj.weight               [H, 2H]  input order [embedding ; hidden], no bias
     model.layers.{L}.<decoder layer>.*                     names of the family's own layer
     model.layers.{L}.shared_head.norm.weight      [H]
-    model.layers.{L}.embed_tokens.weight          [V, H]   a copy of the target's (engines share theirs)
-    model.layers.{L}.shared_head.head.weight      [V, H]   a copy of the target's lm_head
+    model.layers.{L}.embed_tokens.weight          [V, H]   a copy of the target's (engines share
+    theirs) model.layers.{L}.shared_head.head.weight      [V, H]   a copy of the target's lm_head
 
-config.json carries `num_nextn_predict_layers: 1`. vLLM zeroes the embedding at position 0, SGLang does not; our heads
-are trained without (position 0 is a template token). The layout has no place for a reduced vocabulary: since the
-lm_head is the target's own, the head drafts from all of it, and only the folder's `draftsmith.json` keeps the ids.
+config.json carries `num_nextn_predict_layers: 1`. vLLM zeroes the embedding at position 0, SGLang
+does not; our heads are trained without (position 0 is a template token). The layout has no place
+for a reduced vocabulary: since the lm_head is the target's own, the head drafts from all of it, and
+    only the folder's `draftsmith.json` keeps the ids.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ _OWN = {
 }
 
 
-def export_deepseek_mtp(loaded: LoadedHead, target_folder: Path | str, out: Path | str) -> dict[str, str]:
+def export_deepseek_mtp(
+    loaded: LoadedHead, target_folder: Path | str, out: Path | str
+) -> dict[str, str]:
     """Write the layer's tensors and the target's configuration extended by it.
 
     Args:
-        loaded: the head. target_folder: its target (embedding and lm_head are copied from it). out: folder to write.
+        loaded: the head. target_folder: its target (embedding and lm_head are copied from it). out:
+            folder to write.
     Returns:
         tensor name -> `trained` or `copied from the target`, for the table that the command prints.
     Raises:
@@ -54,7 +58,8 @@ def export_deepseek_mtp(loaded: LoadedHead, target_folder: Path | str, out: Path
     off = [name for name, on in loaded.meta["head"]["norms"].items() if not on]
     if off:
         raise ValueError(
-            f"the DeepSeek MTP layout has the norms {', '.join(off)}, which this head was trained without; an engine "
+            f"the DeepSeek MTP layout has the norms {', '.join(off)}, which this head was trained "
+            "without; an engine "
             "would leave them uninitialised: train with head.norms.*=true or keep the native folder"
         )
     index = int(head.target_config.num_hidden_layers)
@@ -86,7 +91,9 @@ def import_deepseek_mtp(folder: Path | str) -> LoadedHead:
     folder = Path(folder)
     raw = read_json(folder / "config.json")
     if not raw.get("num_nextn_predict_layers"):
-        raise ValueError(f"{folder}: config.json has no num_nextn_predict_layers; it holds no MTP layer")
+        raise ValueError(
+            f"{folder}: config.json has no num_nextn_predict_layers; it holds no MTP layer"
+        )
     target_config = AutoConfig.from_pretrained(folder)
     head = MTPHead(HeadConfig("mtp", NormConfig(), InitConfig()), target_config)
     prefix = f"model.layers.{int(target_config.num_hidden_layers)}."
@@ -105,7 +112,8 @@ def import_deepseek_mtp(folder: Path | str) -> LoadedHead:
     for foreign, (_, value) in expected.items():
         if found[foreign].shape != value.shape:
             raise ValueError(
-                f"{folder}: {prefix}{foreign} has shape {list(found[foreign].shape)}, the target's family needs "
+                f"{folder}: {prefix}{foreign} has shape {list(found[foreign].shape)}, the target's "
+                "family needs "
                 f"{list(value.shape)}"
             )
     head.load_state_dict({name: found[foreign] for foreign, (name, _) in expected.items()})

@@ -1,4 +1,5 @@
-"""Heads by name. `build_head` starts one, `load_head` and `save_head` (checkpoint.py) keep one on disk."""
+"""Heads by name. `build_head` starts one, `load_head` and `save_head` (checkpoint.py) keep one on
+disk."""
 
 from __future__ import annotations
 
@@ -41,12 +42,17 @@ def head_class(kind: str) -> type[MTPHead]:
 
 
 def build_head(
-    config: HeadConfig, target_folder: Path | str, state_rms: float, target_config: Any | None = None
+    config: HeadConfig,
+    target_folder: Path | str,
+    state_rms: float,
+    target_config: Any | None = None,
 ) -> MTPHead:
-    """A new head for the target in `target_folder`, in float32 on the CPU, initialised as `config.init` says.
+    """A new head for the target in `target_folder`, in float32 on the CPU, initialised as
+    `config.init` says.
 
     Args:
-        state_rms: root mean square of the target's raw states at boundary L (for the pass-through projection).
+        state_rms: root mean square of the target's raw states at boundary L (for the pass-through
+            projection).
         target_config: transformers' configuration; read from the folder when not given.
     """
     if target_config is None:

@@ -1,8 +1,10 @@
-"""The native head folder: `head.safetensors`, `config.json`, `provenance.json`. Self-contained; nothing pickled.
+"""The native head folder: `head.safetensors`, `config.json`, `provenance.json`. Self-contained;
+nothing pickled.
 
-config.json holds the head's configuration, the `RecycleSpec`, the target's transformers configuration and
-fingerprint, the trained length, and the SHA-256 of head.safetensors. A reduced draft vocabulary lies beside the
-weights as `d2t` (int64 [Vd], target id = i + d2t[i]) and `t2d` (bool [V]).
+config.json holds the head's configuration, the `RecycleSpec`, the target's transformers
+configuration and fingerprint, the trained length, and the SHA-256 of head.safetensors. A reduced
+draft vocabulary lies beside the weights as `d2t` (int64 [Vd], target id = i + d2t[i]) and `t2d`
+(bool [V]).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class LoadedHead:
     """A head read from its folder.
 
     Attributes:
-        head: the module, float32, CPU. draft_ids: int64 [Vd] target ids of a reduced vocabulary, or None.
+        head: the module, float32, CPU. draft_ids: int64 [Vd] target ids of a reduced vocabulary, or
+            None.
         meta: config.json as it stands.
     """
 
@@ -55,12 +58,15 @@ def save_head(
 
     Args:
         draft_ids: sorted int64 [Vd] ids that the head may draft, None for all.
-        trained_length: longest row seen in training, tokens. config: the run's resolved configuration.
+        trained_length: longest row seen in training, tokens. config: the run's resolved
+            configuration.
         training: facts worth keeping (steps, tokens, best acceptance, …).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()}
+    tensors = {
+        name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()
+    }
     vocab_size = int(head.target_config.vocab_size)
     if draft_ids is not None:
         tensors |= vocabulary_maps(draft_ids, vocab_size)
@@ -87,21 +93,25 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
     """Read a native head folder.
 
     Args:
-        target_fingerprint: of the target it is to draft for; a difference in tokenizer is refused, other
-            differences warn.
+        target_fingerprint: of the target it is to draft for; a difference in tokenizer is refused,
+            other differences warn.
     Raises:
-        ValueError: not a head folder, another format, damaged weights, a tensor missing or unknown, a wrong map,
-            or a head for another tokenizer.
+        ValueError: not a head folder, another format, damaged weights, a tensor missing or unknown,
+            a wrong map, or a head for another tokenizer.
     """
     folder = Path(folder)
     meta = read_json(folder / "config.json")
     if meta.get("format") != FORMAT:
-        raise ValueError(f"{folder}: head format {meta.get('format')!r}, this version reads {FORMAT}")
+        raise ValueError(
+            f"{folder}: head format {meta.get('format')!r}, this version reads {FORMAT}"
+        )
     weights = folder / "head.safetensors"
     if not weights.exists():
         raise ValueError(f"{folder}: head.safetensors is missing; copy the whole folder")
     if sha256_file(weights) != meta["sha256"]:
-        raise ValueError(f"{weights}: its checksum differs from config.json; the file is damaged, copy it again")
+        raise ValueError(
+            f"{weights}: its checksum differs from config.json; the file is damaged, copy it again"
+        )
     if target_fingerprint is not None:
         _compare(folder, meta["target_fingerprint"], target_fingerprint)
     spec = meta["head"]
@@ -113,7 +123,9 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
     head = MTPHead(config, target_config)
     missing, unknown = set(head.state_dict()) - set(tensors), set(tensors) - set(head.state_dict())
     if missing or unknown:
-        raise ValueError(f"{weights}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}")
+        raise ValueError(
+            f"{weights}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
+        )
     head.load_state_dict(tensors)
     return LoadedHead(head, draft_ids, meta)
 
@@ -131,8 +143,8 @@ def read_vocabulary(tensors: dict[str, Tensor], vocab_size: int, place: str) -> 
     """Take d2t and t2d out of `tensors` and return the draft ids [Vd], or None when there are none.
 
     Raises:
-        ValueError: one map without the other, ids outside the vocabulary or not ascending (absolute ids where
-            offsets belong look like this), or maps that disagree.
+        ValueError: one map without the other, ids outside the vocabulary or not ascending (absolute
+            ids where offsets belong look like this), or maps that disagree.
     """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t is None and t2d is None:
@@ -142,10 +154,13 @@ def read_vocabulary(tensors: dict[str, Tensor], vocab_size: int, place: str) -> 
     ids = d2t.to(torch.int64) + torch.arange(len(d2t))
     if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise ValueError(
-            f"{place}: i + d2t[i] must ascend inside 0..{vocab_size - 1}; d2t holds offsets, not absolute ids"
+            f"{place}: i + d2t[i] must ascend inside 0..{vocab_size - 1}; d2t holds offsets, not "
+            "absolute ids"
         )
     if not torch.equal(t2d.nonzero()[:, 0], ids):
-        raise ValueError(f"{place}: t2d marks other ids than d2t reaches; the maps are of two vocabularies")
+        raise ValueError(
+            f"{place}: t2d marks other ids than d2t reaches; the maps are of two vocabularies"
+        )
     return ids
 
 
@@ -153,12 +168,15 @@ def _compare(folder: Path, trained: dict[str, str], present: dict[str, str]) -> 
     differing = [key for key in trained if trained[key] != present.get(key)]
     if "tokenizer" in differing:
         raise ValueError(
-            f"{folder}: the head was trained with another tokenizer ({trained['tokenizer']}) than this target's "
-            f"({present.get('tokenizer')}); its ids mean other tokens: use the target it was trained for"
+            f"{folder}: the head was trained with another tokenizer ({trained['tokenizer']}) than "
+            "this target's "
+            f"({present.get('tokenizer')}); its ids mean other tokens: use the target it was "
+            "trained for"
         )
     for key in differing:
         warnings.warn(
-            f"{folder}: the head was trained on another {key} ({trained[key]}, now {present.get(key)}); output "
+            f"{folder}: the head was trained on another {key} ({trained[key]}, now "
+            f"{present.get(key)}); output "
             "stays the target's, acceptance may fall",
             stacklevel=3,
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Which of the head's RMSNorms are there. Restored norms are what made 70B heads converge; the published EAGLE
-    dropped `attention_input` and `output`."""
+    """Which of the head's RMSNorms are there. Restored norms are what made 70B heads converge; the
+    published EAGLE dropped `attention_input` and `output`."""
 
     embedding: bool = True
     """On the token embedding, before the projection (enorm)."""
@@ -27,9 +27,13 @@ class InitConfig:
     layer: str = "target-last"
     """target-last copies the target's last decoder layer; random."""
     projection: str = "pass-through"
-    """pass-through lets the normed hidden state through (identity times the target's state RMS); random."""
+    """pass-through lets the normed hidden state through (identity times the target's state RMS);
+    random."""
     embedding_share: float = 0.5
     """With pass-through: how much of the normed embedding is added, relative to the state."""
+    output_scale: float = 0.4
+    """The output norm starts as the target's final norm times this: an untrained head is mostly
+    wrong, and at full scale it would be sure of it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class RecycleSpec:
-    """What trainer, engine and formats must agree on about a head's inputs; one record, read by all three."""
+    """What trainer, engine and formats must agree on about a head's inputs; one record, read by all
+    three."""
 
     fusion_order: tuple[str, str] = ("embedding", "hidden")
     """Order of the two halves in the projection's input."""

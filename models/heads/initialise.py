@@ -1,11 +1,13 @@
 """Where a head starts: close to what the target already does.
 
-The layer is the target's last one and the output norm its final norm; the projection lets the normed hidden state
-through, scaled to the size the layer is used to, plus a share of the token's embedding:
+The layer is the target's last one and the output norm its final norm; the projection lets the
+normed hidden state through, scaled to the size the layer is used to, plus a share of the token's
+embedding:
 
     W = state_rms * [share * I ; I]
 
-so that before any training the head answers like the target's last layer run once more over its own state.
+so that before any training the head answers like the target's last layer run once more over its own
+state, with logits scaled down by `output_scale`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ def initialise(head: MTPHead, target_folder: Path, state_rms: float) -> None:
     """Set the weights of a fresh head in place.
 
     Args:
-        head: in float32. target_folder: the target's checkpoint. state_rms: RMS of its raw states at boundary L, > 0.
+        head: in float32. target_folder: the target's checkpoint. state_rms: RMS of its raw states
+            at boundary L, > 0.
     Raises:
-        ValueError: an unknown choice, a non-positive state_rms, or a target layer whose tensors do not fit.
+        ValueError: an unknown choice, a non-positive state_rms, or a target layer whose tensors do
+        not fit.
     """
     init, config = head.config.init, head.target_config
     if not state_rms > 0:
-        raise ValueError(f"state_rms {state_rms}: must be positive; measure it on the cached states")
+        raise ValueError(
+            f"state_rms {state_rms}: must be positive; measure it on the cached states"
+        )
     files = tensor_files(target_folder)
     size = int(config.hidden_size)
     if init.layer == "target-last":
@@ -40,21 +46,26 @@ def initialise(head: MTPHead, target_folder: Path, state_rms: float) -> None:
         own = head.layer.state_dict()
         if not head.config.norms.attention_input:
             tensors.pop("input_layernorm.weight", None)
-        if set(tensors) != set(own):
+        odd = sorted(set(tensors) ^ set(own))
+        if odd:
             raise ValueError(
-                f"{target_folder}: the target's last layer holds {sorted(set(tensors) ^ set(own))[:4]} where the "
-                "head's layer does not, or the other way round; use head.init.layer=random"
+                f"{target_folder}: {odd[:4]} are in one of the target's last layer and the head's "
+                "layer, not in both; use head.init.layer=random"
             )
         head.layer.load_state_dict({name: value.float() for name, value in tensors.items()})
     elif init.layer != "random":
         raise ValueError(f"head.init.layer {init.layer!r}: choose target-last or random")
     if init.projection == "pass-through":
         identity = torch.eye(size)
-        head.eh_proj.weight.copy_(torch.cat([init.embedding_share * identity, identity], 1) * state_rms)
+        head.eh_proj.weight.copy_(
+            torch.cat([init.embedding_share * identity, identity], 1) * state_rms
+        )
     elif init.projection == "random":
         nn.init.normal_(head.eh_proj.weight, std=float(getattr(config, "initializer_range", 0.02)))
     else:
         raise ValueError(f"head.init.projection {init.projection!r}: choose pass-through or random")
     if isinstance(head.norm, RMSNorm):
         trunk = Trunk.load(target_folder, torch.float32)
-        head.norm.weight.copy_(trunk.final_norm.weight)
+        head.norm.load_state_dict(trunk.final_norm.state_dict())
+        offset = 1.0 if head.norm.style == "gemma" else 0.0
+        head.norm.weight.add_(offset).mul_(init.output_scale).sub_(offset)

@@ -1,8 +1,10 @@
-"""The MTP head: one module, recycled K times (DeepSeek-V3 report, arXiv 2412.19437, eq. 21-23, with D = 1).
+"""The MTP head: one module, recycled K times (DeepSeek-V3 report, arXiv 2412.19437, eq. 21-23, with
+D = 1).
 
     z_p = W [enorm(E x_{p+1}) ; hnorm(h_p)]        z: [N, H], W: [H, 2H], no bias
     g_p = norm(layer(z)_p)                         layer: one decoder layer of the target's family
-    q_p = softmax(lm_head g_p)                     predicts x_{p+2}; embedding and lm_head are the target's, frozen
+    q_p = softmax(lm_head g_p)                     predicts x_{p+2}; embedding and lm_head are the
+    target's, frozen
 
 Step k feeds g of step k-1 in place of h, with token x_{p+1+k} at position p+k.
 """
@@ -33,6 +35,7 @@ class MTPHead(nn.Module):
     """
 
     kind = "mtp"
+    rotary: nn.Module
 
     def __init__(self, config: HeadConfig, target_config: Any) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class MTPHead(nn.Module):
         self.norm = RMSNorm(size, eps, style) if config.norms.output else nn.Identity()
         if not config.norms.attention_input:
             self.layer.input_layernorm = nn.Identity()
-        # A plain attribute: rotary tables follow from the configuration and belong in no checkpoint.
+        # A plain attribute: rotary tables follow from the configuration and belong in no
+        # checkpoint.
         self.__dict__["rotary"] = rotary
 
     @property
@@ -56,7 +60,9 @@ class MTPHead(nn.Module):
         """How many layers of keys and values the engine must hold for this head."""
         return 1
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
+    ) -> Tensor:
         """One step over packed rows.
 
         Args:
@@ -75,7 +81,9 @@ class MTPHead(nn.Module):
         )
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
-    def for_inference(self, dtype: torch.dtype, device: torch.device, lean: bool = True) -> HeadFunction:
+    def for_inference(
+        self, dtype: torch.dtype, device: torch.device, lean: bool = True
+    ) -> HeadFunction:
         """The engine's form of these very weights: the same signature as `forward`, no gradient.
 
         Llama-family layers run lean; others run the module itself in `dtype`.
@@ -96,7 +104,9 @@ class _LeanMTP:
         self.layer = LeanLayer(head.layer, 0)
         self.rotary = head.rotary
 
-    def __call__(self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def __call__(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
+    ) -> Tensor:
         fused = self.projection(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         cos, sin = lean_rotary(self.rotary, fused, positions)
         return self.norm(self.layer(fused, cos, sin, context))

@@ -1,8 +1,9 @@
-"""Plain greedy decoding: one request against transformers' `generate`, and eight together against eight in turn.
+"""Plain greedy decoding: one request against transformers' `generate`, and eight together against
+eight in turn.
 
-Prompts are MT-bench questions of different lengths; every answer has the same number of tokens (end tokens are
-ignored), so that all forms do the same work. Forms take turns in one process, each figure is the best of its repeats,
-in bfloat16, prefill included.
+Prompts are MT-bench questions of different lengths; every answer has the same number of tokens (end
+tokens are ignored), so that all forms do the same work. Forms take turns in one process, each
+figure is the best of its repeats, in bfloat16, prefill included.
 
     python -m draftsmith.scripts.bench.decode [OUT.json]
 """
@@ -35,8 +36,10 @@ def measure() -> dict[str, Any]:
     config = TargetConfig(folder=str(Path("work") / "target" / "smollm2"))
     folder = prepare_folder(config)
     target = Target.load(config)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    prompts = [p.tokens for p in load_prompts("mt_bench", MT_BENCH, 8, tokenizer=load_tokenizer(folder))]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    prompts = [
+        p.tokens for p in load_prompts("mt_bench", MT_BENCH, 8, tokenizer=load_tokenizer(folder))
+    ]
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
 
     def engine(batch: int, group: list[list[int]]) -> None:

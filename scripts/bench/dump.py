@@ -1,9 +1,11 @@
-"""Prefill of real rows: the engine's packed capture against transformers' own forward on the same rows.
+"""Prefill of real rows: the engine's packed capture against transformers' own forward on the same
+rows.
 
-The rows are the first of ShareGPT as `prepare` makes them. transformers gets them sorted by length, padded, at its best
-batch size of 1, 2, 4 and 8, in two forms: the call that other trainers make (`model(..., output_hidden_states=True)`,
-which also computes every logit), and the base model alone (no logits, no other states). All forms take turns in one
-process; each figure is the best of its repeats, in bfloat16.
+The rows are the first of ShareGPT as `prepare` makes them. transformers gets them sorted by length,
+padded, at its best batch size of 1, 2, 4 and 8, in two forms: the call that other trainers make
+    (`model(..., output_hidden_states=True)`,
+which also computes every logit), and the base model alone (no logits, no other states). All forms
+take turns in one process; each figure is the best of its repeats, in bfloat16.
 
     python -m draftsmith.scripts.bench.dump [OUT.json]
 """
@@ -64,7 +66,9 @@ def padded(model: Any, rows: list[Tensor], size: int, logits: bool) -> None:
     for start in range(0, len(rows), size):
         group = rows[start : start + size]
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in group], batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(row) for row in group], batch_first=True
+        )
         call: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if size > 1:
             call["attention_mask"] = mask
@@ -115,7 +119,10 @@ def main() -> int:
     """Print the table for two row lengths; write JSON where a path is given."""
     results = [measure(length) for length in (512, 1024)]
     for result in results:
-        print(f"\nrows up to {result['max_length']}: {result['rows']} rows, {result['tokens']:,} tokens")
+        print(
+            f"\nrows up to {result['max_length']}: {result['rows']} rows, {result['tokens']:,} "
+            "tokens"
+        )
         for name, speed in result["tokens_per_second"].items():
             print(f"  {name:<36} {speed:8.0f} tokens/s")
         print(f"  packed / best forward                {result['ratio_to_forward']:8.2f} x")

@@ -1,4 +1,5 @@
-"""The whole way on the real small model and real conversations, in miniature, through the command line."""
+"""The whole way on the real small model and real conversations, in miniature, through the command
+line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SMALL = [
     "train.checkpoint_every=5",
     "evaluate.limit=2",
     "evaluate.max_new_tokens=24",
-    "evaluate.dtypes=[float32]",
+    "evaluate.proof=null",
+    "target.dtype=float32",
     "validate.limit=1",
     "validate.max_new_tokens=16",
 ]
@@ -111,11 +113,16 @@ def test_the_report_keeps_its_contract(work: Path):
 
 
 def test_training_lowers_the_loss_and_drafts_in_the_engine_meanwhile(work: Path):
-    """Real learning within ten steps; each validation carries an acceptance measured by the engine."""
-    lines = [json.loads(line) for line in (work / "train" / "metrics.jsonl").read_text().splitlines()]
+    """Real learning within ten steps; each validation carries an acceptance measured by the
+    engine."""
+    lines = [
+        json.loads(line) for line in (work / "train" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["loss"] for line in lines if line["kind"] == "validation"]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert all("tokens_per_target_call" in line["acceptance"] for line in lines if "acceptance" in line)
+    assert all(
+        "tokens_per_target_call" in line["acceptance"] for line in lines if "acceptance" in line
+    )
     assert sum("acceptance" in line for line in lines) == 2
 
 
@@ -149,7 +156,6 @@ def test_an_answer_in_the_terminal(work: Path, settings: list[str]):
             f"generate.drafter={drafter}",
             "generate.prompt=Name three colors.",
             "generate.max_new_tokens=24",
-            "target.dtype=float32",
             folder=work,
         )
         assert done.returncode == 0, done.stderr[-2000:]
@@ -160,7 +166,8 @@ def test_an_answer_in_the_terminal(work: Path, settings: list[str]):
 
 
 def test_damage_to_a_shard_is_refused_by_name(work: Path, settings: list[str]):
-    """A zeroed tail in a cached shard stops training with exit code 2; the shard is put back afterwards."""
+    """A zeroed tail in a cached shard stops training with exit code 2; the shard is put back
+    afterwards."""
     shard = work / "cache" / "shard-00000.safetensors"
     whole = shard.read_bytes()
     try:

@@ -12,13 +12,16 @@ from draftsmith.models.target import Target
 
 
 class Script:
-    """Which drafts are right: round r of a sequence offers `pattern[r % len]` right tokens, then wrong ones.
+    """Which drafts are right: round r of a sequence offers `pattern[r % len]` right tokens, then
+    wrong ones.
 
     Args:
         answers: prompt (as a tuple) -> the target's own greedy continuation.
     """
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], pattern: list[int], vocab_size: int) -> None:
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], pattern: list[int], vocab_size: int
+    ) -> None:
         self.answers = answers
         self.pattern = pattern
         self.vocab_size = vocab_size
@@ -67,8 +70,8 @@ class ScriptedDrafter:
 class ForcedHeadDrafter(HeadDrafter):
     """A real head that computes everything, but whose drafts are the script's.
 
-    `rows` records what it computed: (sequence id, position p, step k) -> [H]. A row of step k is kept only while all
-    drafts before it were right, for then its inputs are those of the true text.
+    `rows` records what it computed: (sequence id, position p, step k) -> [H]. A row of step k is
+    kept only while all drafts before it were right, for then its inputs are those of the true text.
     """
 
     def __init__(self, head, draft_ids: Tensor | None, script: Script) -> None:

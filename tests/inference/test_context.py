@@ -1,4 +1,5 @@
-"""What the head is trained on is what the engine gives it: rows of training = rows of the engine, one by one."""
+"""What the head is trained on is what the engine gives it: rows of training = rows of the engine,
+one by one."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ def pair(request: pytest.FixtureRequest, target: Target, head: MTPHead) -> tuple
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], steps: int, chunk: int):
-    """K = 1..4 drafts, prefill in chunks of 1, 2, 3, 7 and whole, every accept count forced in turn.
+    """K = 1..4 drafts, prefill in chunks of 1, 2, 3, 7 and whole, every accept count forced in
+    turn.
 
-    Step-0 rows are those written last (after each refill from true states); step-k rows those whose drafts so far
-    were the text's own.
+    Step-0 rows are those written last (after each refill from true states); step-k rows those whose
+    drafts so far were the text's own.
     """
     target, head = pair
     plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
@@ -47,7 +49,12 @@ def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], step
     engine = Engine(
         target,
         EngineConfig(
-            draft_tokens=steps, max_batch=1, max_step_tokens=chunk, page_size=4, pool_tokens=256, poison=True
+            draft_tokens=steps,
+            max_batch=1,
+            max_step_tokens=chunk,
+            page_size=4,
+            pool_tokens=256,
+            poison=True,
         ),
         drafter,
     )
@@ -62,7 +69,7 @@ def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], step
             hidden=capture(target, [tokens], (target.num_layers,))[target.num_layers],
             starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
             positions=torch.arange(len(tokens)),
-            row_ids=[sequence.id],
+            row_ids=(sequence.id,),
         )
         with torch.no_grad():
             states = unroll(head, target.trunk, batch, steps)
@@ -76,7 +83,9 @@ def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], step
 
 
 @pytest.mark.parametrize("max_batch", [1, 5])
-def test_head_keys_after_any_round_are_those_of_true_states(target: Target, head: MTPHead, max_batch: int):
+def test_head_keys_after_any_round_are_those_of_true_states(
+    target: Target, head: MTPHead, max_batch: int
+):
     """After each step the head's pages equal pages rebuilt by one prefill over the same text."""
     plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
     answers = {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
@@ -99,7 +108,8 @@ def test_head_keys_after_any_round_are_those_of_true_states(target: Target, head
             assert ours is not None and theirs is not None
             for position in range(sequence.num_computed):
                 mine = ours[:, sequence.slot(position)]
-                # The other request has ended, but its rows stay until the pages are poisoned: compare states.
+                # The other request has ended, but its rows stay until the pages are poisoned:
+                # compare states.
                 if pool_layer == target.num_layers:
                     row = fresh.rows[again.id, position, 0]
                     torch.testing.assert_close(

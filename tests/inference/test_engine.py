@@ -1,4 +1,5 @@
-"""Speculative output is plain output, whoever drafts, however it is batched, whatever is accepted."""
+"""Speculative output is plain output, whoever drafts, however it is batched, whatever is
+accepted."""
 
 from __future__ import annotations
 
@@ -46,13 +47,18 @@ def answers(target: Target) -> dict[tuple[int, ...], list[int]]:
 @pytest.mark.parametrize("max_batch", [1, 3, 5])
 @pytest.mark.parametrize("chunk", [5, 7, 512])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_plain_decoding_equals_transformers(target, answers, max_batch: int, chunk: int, page_size: int):
+def test_plain_decoding_equals_transformers(
+    target, answers, max_batch: int, chunk: int, page_size: int
+):
     """Continuous batching, chunked prefill and pages change nothing."""
     engine = Engine(
-        target, config(max_batch=max_batch, max_step_tokens=chunk, page_size=page_size, draft_tokens=0)
+        target,
+        config(max_batch=max_batch, max_step_tokens=chunk, page_size=page_size, draft_tokens=0),
     )
     results = engine.run(PROMPTS, GREEDY)
-    assert [sequence.output for sequence in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("chunk", [5, 7, 512])
@@ -66,7 +72,9 @@ def test_speculative_decoding_equals_plain(
     drafting = NgramDrafter() if drafter == "ngram" else HeadDrafter(head, ids)
     engine = Engine(target, config(draft_tokens=draft_tokens, max_step_tokens=chunk), drafting)
     results = engine.run(PROMPTS, GREEDY)
-    assert [sequence.output for sequence in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
     assert engine.metrics.num_drafts + engine.metrics.cut_drafts > 0
 
 
@@ -76,7 +84,9 @@ def test_every_accept_pattern(target, answers, pattern: tuple[int, int]):
     script = Script(answers, list(pattern), target.vocab_size)
     engine = Engine(target, config(), ScriptedDrafter(script))
     results = engine.run(PROMPTS, GREEDY)
-    assert [sequence.output for sequence in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
     for sequence in results:
         whole_rounds = sequence.tokens_per_step[:-2]
         expected = [pattern[i % 2] + 1 for i in range(len(whole_rounds))]
@@ -86,17 +96,22 @@ def test_every_accept_pattern(target, answers, pattern: tuple[int, int]):
 def test_an_oracle_scores_k_plus_one_and_a_wrong_draft_one(target, answers):
     """The ends of the scale; cut rounds are left out of the rate and counted in tokens per call."""
     for keep, length in ((3, 4.0), (0, 1.0)):
-        engine = Engine(target, config(), ScriptedDrafter(Script(answers, [keep], target.vocab_size)))
+        engine = Engine(
+            target, config(), ScriptedDrafter(Script(answers, [keep], target.vocab_size))
+        )
         engine.run(PROMPTS, GREEDY)
         metrics = engine.metrics
         assert metrics.mean_acceptance_length == length
-        assert metrics.accepted_per_position == [metrics.num_drafts if i < keep else 0 for i in range(3)]
+        assert metrics.accepted_per_position == [
+            metrics.num_drafts if i < keep else 0 for i in range(3)
+        ]
         assert metrics.decode_tokens == len(PROMPTS) * (GREEDY.max_new_tokens - 1)
 
 
 @pytest.mark.parametrize("limit", range(1, 10))
 def test_a_limit_gives_the_prefix_of_the_long_answer(target, answers, limit: int):
-    """max_new_tokens cuts inside an accepted run exactly where it should, and the pages are free again."""
+    """max_new_tokens cuts inside an accepted run exactly where it should, and the pages are free
+    again."""
     engine = Engine(target, config(), ScriptedDrafter(Script(answers, [3], target.vocab_size)))
     results = engine.run(PROMPTS, SamplingParams(max_new_tokens=limit, ignore_eos=True))
     assert [sequence.output for sequence in results] == [answers[tuple(p)][:limit] for p in PROMPTS]
@@ -123,7 +138,9 @@ def test_a_tiny_pool_only_makes_requests_wait(target, head: MTPHead, answers):
     need = max(map(len, PROMPTS)) + GREEDY.max_new_tokens + 3
     engine = Engine(target, config(pool_tokens=need), HeadDrafter(head, None))
     results = engine.run(PROMPTS, GREEDY)
-    assert [sequence.output for sequence in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_pages
 
 
@@ -135,7 +152,9 @@ def test_scattered_pages_are_read_like_neighbours(target, head: MTPHead, answers
     assert pages is not None
     allocator.release(pages[::2])
     results = engine.run(PROMPTS, GREEDY)
-    assert [sequence.output for sequence in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
 
 
 def test_requests_join_and_leave_while_others_run(target, head: MTPHead, answers):
@@ -155,8 +174,11 @@ def test_requests_join_and_leave_while_others_run(target, head: MTPHead, answers
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(target, head: MTPHead, draft_tokens: int):
-    """Each request draws from its own stream: alone or in a batch the text is the same, another seed differs."""
+def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(
+    target, head: MTPHead, draft_tokens: int
+):
+    """Each request draws from its own stream: alone or in a batch the text is the same, another
+    seed differs."""
     drafter = HeadDrafter(head, None) if draft_tokens else None
 
     def texts(prompts: list[list[int]], seed: int) -> list[list[int]]:
@@ -174,7 +196,8 @@ def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(target, head: MTPHe
 def test_sampled_output_has_the_targets_law(
     tiny_llama_folder: Callable[..., Path], drafter: str, temperature: float
 ):
-    """Chi-square of the first three tokens of four, jointly, over 6,000 answers: vocabulary 5, all 125 texts."""
+    """Chi-square of the first three tokens of four, jointly, over 6,000 answers: vocabulary 5, all
+    125 texts."""
     target, head = tiny_pair(tiny_llama_folder)
     drafting = {
         "head": lambda: HeadDrafter(head, None),
@@ -209,8 +232,8 @@ def tiny_pair(make: Callable[..., Path]) -> tuple[Target, MTPHead]:
     """A target with five tokens and a head for it."""
     from draftsmith.models.heads import HeadConfig, build_head
 
-    folder = make(vocab_size=5, num_hidden_layers=1, hidden_size=16, intermediate_size=16, bos_token_id=None,
-                  eos_token_id=None)  # fmt: skip
+    tiny = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    folder = make(vocab_size=5, bos_token_id=None, eos_token_id=None, **tiny)
     target = Target.load(TargetConfig(source=str(folder), dtype="float64", device="cpu"))
     return target, build_head(HeadConfig(), folder, 1.0).double()
 
@@ -266,7 +289,9 @@ def test_wrong_settings_are_refused(make: Callable[[], object], message: str):
         make()
 
 
-def test_a_head_of_another_target_is_refused(tiny_llama_folder: Callable[..., Path], target: Target):
+def test_a_head_of_another_target_is_refused(
+    tiny_llama_folder: Callable[..., Path], target: Target
+):
     """By its width, before it drafts nonsense."""
     _, other = tiny_pair(tiny_llama_folder)
     with pytest.raises(ValueError, match="trained for another target"):
@@ -275,7 +300,9 @@ def test_a_head_of_another_target_is_refused(tiny_llama_folder: Callable[..., Pa
 
 def test_nan_logits_stop_the_engine(tiny_llama_folder: Callable[..., Path]):
     """An id is never taken from NaN."""
-    target = Target.load(TargetConfig(source=str(tiny_llama_folder()), dtype="float32", device="cpu"))
-    target.trunk.final_norm.weight.data[3] = float("nan")
+    target = Target.load(
+        TargetConfig(source=str(tiny_llama_folder()), dtype="float32", device="cpu")
+    )
+    target.trunk.final_norm.get_parameter("weight").data[3] = float("nan")
     with pytest.raises(ValueError, match="logits are not finite"):
         Engine(target, config()).run([PROMPTS[1]], GREEDY)

@@ -32,7 +32,8 @@ def test_weights_without_a_law_are_refused(weights: list[float]):
 
 
 def _acceptance(token: int, law: DraftLaw | None, target: torch.Tensor) -> float:
-    """The probability that one draft is kept, found by bisection over its uniform (it is monotone)."""
+    """The probability that one draft is kept, found by bisection over its uniform (it is
+    monotone)."""
     low, high = 0.0, 1.0
     if accept_sampled([token], law, target, [JUST_BELOW_ONE, 0.5])[0] == 1:
         return 1.0
@@ -43,11 +44,15 @@ def _acceptance(token: int, law: DraftLaw | None, target: torch.Tensor) -> float
     return low
 
 
-def _residual(token: int, law: DraftLaw | None, target: torch.Tensor, cells: int = 4000) -> torch.Tensor:
+def _residual(
+    token: int, law: DraftLaw | None, target: torch.Tensor, cells: int = 4000
+) -> torch.Tensor:
     """The law of the token that replaces a rejected draft, over a grid of the last uniform."""
     counts = torch.zeros(V, dtype=torch.float64)
     for cell in range(cells):
-        kept, following = accept_sampled([token], law, target, [JUST_BELOW_ONE, (cell + 0.5) / cells])
+        kept, following = accept_sampled(
+            [token], law, target, [JUST_BELOW_ONE, (cell + 0.5) / cells]
+        )
         assert kept == 0
         counts[following] += 1
     return counts / cells
@@ -55,7 +60,8 @@ def _residual(token: int, law: DraftLaw | None, target: torch.Tensor, cells: int
 
 @pytest.mark.parametrize("drafted", ["drawn", "drawn from a reduced vocabulary", "argmax"])
 def test_first_token_has_the_targets_law_exactly(drafted: str):
-    """All draft tokens, all accept decisions, all replacements, weighted by the law of the draft: the sum is p."""
+    """All draft tokens, all accept decisions, all replacements, weighted by the law of the draft:
+    the sum is p."""
     torch.manual_seed(3)
     p = torch.softmax(torch.randn(2, V, dtype=torch.float64) * 1.5, -1)
     if drafted == "argmax":
@@ -79,7 +85,8 @@ def test_first_token_has_the_targets_law_exactly(drafted: str):
 
 
 def test_bonus_comes_from_the_last_row():
-    """When every draft is kept the next token has the law of the target's last row, not of an earlier one."""
+    """When every draft is kept the next token has the law of the target's last row, not of an
+    earlier one."""
     p = torch.tensor([[0.0, 1.0, 0, 0, 0], [0, 0, 0, 0.25, 0.75]], dtype=torch.float64)
     results = [accept_sampled([1], None, p, [0.5, u]) for u in (0.1, 0.24, 0.26, 0.9)]
     assert results == [(1, 3), (1, 3), (1, 4), (1, 4)]

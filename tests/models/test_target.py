@@ -1,4 +1,5 @@
-"""The target through our attention equals transformers' own model; boundaries, trunk and fingerprint are exact."""
+"""The target through our attention equals transformers' own model; boundaries, trunk and
+fingerprint are exact."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def load(folder: Path, dtype: str = "float64", layers: str = "auto") -> Target:
 def test_every_boundary_of_packed_rows_equals_transformers(
     tiny_llama_folder: Callable[..., Path], layers: str
 ):
-    """Ragged rows packed together, boundaries 0..L and logits, float64, against one plain pass per row."""
+    """Ragged rows packed together, boundaries 0..L and logits, float64, against one plain pass per
+    row."""
     folder = tiny_llama_folder()
     target = load(folder, layers=layers)
     states = capture(target, ROWS, (0, 1, 2, 3))
@@ -48,7 +50,9 @@ def test_every_boundary_of_packed_rows_equals_transformers(
         caught |= {k: out.hidden_states[k][0] for k in range(3)}
         rows = slice(start, start + len(row))
         for boundary in range(4):
-            torch.testing.assert_close(states[boundary][rows], caught[boundary], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                states[boundary][rows], caught[boundary], rtol=1e-6, atol=1e-6
+            )
         logits = target.logits(target.trunk.norm(states[3][rows]))
         torch.testing.assert_close(logits, out.logits[0], rtol=1e-5, atol=1e-5)
         start += len(row)
@@ -63,7 +67,9 @@ def test_lean_layers_equal_the_library_within_the_dtype(
     exact = capture(load(folder), ROWS, (3,))[3]
     scale = float(exact.abs().max())
     errors = {
-        layers: float((capture(load(folder, dtype, layers), ROWS, (3,))[3].double() - exact).abs().max())
+        layers: float(
+            (capture(load(folder, dtype, layers), ROWS, (3,))[3].double() - exact).abs().max()
+        )
         for layers in ("lean", "transformers")
     }
     assert errors["lean"] <= 2 * errors["transformers"] + 1e-6 * scale
@@ -83,9 +89,12 @@ def test_a_row_without_tokens_is_refused(tiny_llama_folder: Callable[..., Path])
 
 
 def test_smollm2_from_gguf_answers_like_a_model(smollm2_folder: Path, smollm2_tokenizer):
-    """The converted weights (q and k rows put back in order) continue real text sensibly, at boundary L + norm."""
+    """The converted weights (q and k rows put back in order) continue real text sensibly, at
+    boundary L + norm."""
     target = load(smollm2_folder, "float32")
-    ids = torch.tensor(smollm2_tokenizer("The capital of France is", add_special_tokens=False)["input_ids"])
+    ids = torch.tensor(
+        smollm2_tokenizer("The capital of France is", add_special_tokens=False)["input_ids"]
+    )
     raw = capture(target, [ids], (30,))[30]
     best = int(target.logits(target.trunk.norm(raw))[-1].argmax())
     assert smollm2_tokenizer.decode([best]).strip() == "Paris"
@@ -95,7 +104,8 @@ def test_smollm2_from_gguf_answers_like_a_model(smollm2_folder: Path, smollm2_to
 def test_trunk_reads_three_tensors_of_a_sharded_checkpoint(
     tiny_llama_folder: Callable[..., Path], tmp_path: Path
 ):
-    """Embedding, norm and lm_head are found through the index although the layers' shard is unreadable."""
+    """Embedding, norm and lm_head are found through the index although the layers' shard is
+    unreadable."""
     folder = tmp_path / "sharded"
     shutil.copytree(tiny_llama_folder(), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -137,12 +147,16 @@ def test_missing_weights_name_the_file(tiny_llama_folder: Callable[..., Path], t
     weights.unlink()
     with pytest.raises(ValueError, match="holds no"):
         Trunk.load(folder, torch.float32)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "gone.safetensors"}}'
+    )
     with pytest.raises(ValueError, match="gone.safetensors"):
         Trunk.load(folder, torch.float32)
 
 
-def test_fingerprint_follows_content(tiny_llama_folder: Callable[..., Path], smollm2_folder: Path, tmp_path: Path):
+def test_fingerprint_follows_content(
+    tiny_llama_folder: Callable[..., Path], smollm2_folder: Path, tmp_path: Path
+):
     """Template, tokenizer, config and weights each change their own entry and no other."""
     folder = tmp_path / "target"
     shutil.copytree(tiny_llama_folder(), folder)
