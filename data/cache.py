@@ -78,7 +78,7 @@ def check_free_space(folder: Path, needed: int) -> None:
         raise ValueError(
             f"the cache needs {needed / 1e9:.3f} GB more and {folder} has {free / 1e9:.3f} GB "
             "free; lower "
-            "data.max_tokens, cache fewer boundaries, or choose another disk"
+            "data.dump.max_tokens, cache fewer boundaries, or choose another disk"
         )
 
 

@@ -122,7 +122,7 @@ def dump(
         raise ValueError(
             f"{rows.folder}: no row fits max_tokens={config.max_tokens} ({len(rows)} rows, the "
             "first has "
-            f"{int(rows.lengths[0]) if len(rows) else 0} tokens); raise data.max_tokens"
+            f"{int(rows.lengths[0]) if len(rows) else 0} tokens); raise data.dump.max_tokens"
         )
     identity = _identity(config, rows, target, boundaries)
     key = content_hash(identity)

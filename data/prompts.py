@@ -167,7 +167,7 @@ def _heldout(rows: Rows | Path | str | None, limit: int | None) -> list[Prompt]:
             f"{rows.folder}: the rows are of the split {rows.split!r}; open the split 'heldout'"
         )
     if not len(rows):
-        raise ValueError(f"{rows.folder}: nothing was held out; prepare with data.holdout > 0")
+        raise ValueError(f"{rows.folder}: nothing was held out; prepare with data.rows.holdout > 0")
     prompts = []
     for index in _spread(list(range(len(rows))), limit, "heldout"):
         row = rows[index]

@@ -340,5 +340,5 @@ def _refuse_useless(config: RowsConfig, ledger: Ledger) -> None:
         raise ValueError(
             f"{config.source}: holdout={config.holdout} takes all {ledger.kept} usable "
             "conversations and leaves none "
-            f"to train on ({ledger.summary()}); lower data.holdout or give more conversations"
+            f"to train on ({ledger.summary()}); lower data.rows.holdout or give more conversations"
         )

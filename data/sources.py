@@ -168,7 +168,7 @@ class RecordStream:
             raise ValueError(self._fault(why, "save the file as UTF-8"))
         if not self._salvage:
             raise ValueError(
-                self._fault(why, "get a whole file, or set data.torn=salvage to keep those")
+                self._fault(why, "get a whole file, or set data.rows.torn=salvage to keep those")
             )
         if not between:
             self.torn += 1
@@ -178,7 +178,7 @@ class RecordStream:
         """Leave a damaged JSONL line behind; False at the end of the file."""
         if not self._salvage:
             raise ValueError(
-                self._fault(why, "repair it, or set data.torn=salvage to leave it out")
+                self._fault(why, "repair it, or set data.rows.torn=salvage to leave it out")
             )
         self.torn += 1
         while (end := self._text.find("\n", self._pos)) < 0:

@@ -115,7 +115,7 @@ def test_max_tokens_takes_the_first_rows(
     limit = int(toy_rows.lengths[:5].sum()) + 1
     done = dump(DumpConfig(max_tokens=limit), toy_rows, toy_target, tmp_path / "a")
     assert done.manifest["counts"]["rows"] == 5
-    with pytest.raises(ValueError, match="no row fits max_tokens=3 .* raise data.max_tokens"):
+    with pytest.raises(ValueError, match="no row fits max_tokens=3 .* raise data.dump.max_tokens"):
         dump(DumpConfig(max_tokens=3), toy_rows, toy_target, tmp_path / "b")
 
 

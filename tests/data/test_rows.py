@@ -319,7 +319,7 @@ def test_torn_records_are_not_read(
     """A torn record is counted beside the records read; refused unless salvage is asked for."""
     path = tmp_path / "x.json"
     path.write_text(json.dumps(many(4))[:-20])
-    with pytest.raises(ValueError, match="record 4: the file stops inside.*data.torn=salvage"):
+    with pytest.raises(ValueError, match="record 4: the file stops inside.*data.rows.torn=salvage"):
         prepare(RowsConfig(str(path), holdout=0), smollm2_tokenizer, FINGERPRINT, tmp_path / "r")
     config = RowsConfig(str(path), holdout=0, torn="salvage")
     records = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r").ledger["records"]

@@ -115,7 +115,7 @@ def test_torn_file(
     assert f"byte {begin}, record 3: the file stops inside this record; 2 whole" in str(
         caught.value
     )
-    assert "data.torn=salvage" in str(caught.value)
+    assert "data.rows.torn=salvage" in str(caught.value)
     stream = stream_records(path, "salvage")
     assert [record for _, record in stream] == RECORDS[:2]
     assert (stream.read, stream.torn) == (2, 1)
