@@ -4,9 +4,8 @@ drafts.
 A step of K drafts for a sequence whose tokens are x_0 … x_n (x_n decided, not yet computed):
 
     draft    head output at row n-1 -> d_1; rows n … n+K-2 on its own states -> d_2 … d_K
-    verify   target rows n … n+K hold [x_n, d_1 … d_K]; their logits judge d_1 … d_K and give one
-    token more refill   the head's rows n … n+a are written again from the target's true states (a
-    drafts were kept)
+    verify   target rows n … n+K hold [x_n, d_1 … d_K]; their logits judge the drafts
+    refill   a drafts kept: the head rows n … n+a are written again, from true target states
 """
 
 from __future__ import annotations

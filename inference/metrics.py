@@ -6,9 +6,8 @@ that the token limit or an end token cut short are left out of the acceptance fi
 must score K + 1), but in the tokens per target call.
 
     mean_acceptance_length   1 + num_accepted_tokens / num_drafts, the bonus token included
-    tokens_per_target_call   tokens of decode-only steps / sequence-steps of decode-only steps (the
-    headline) accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted
-    (unconditional; divide by num_drafts)
+    tokens_per_target_call   tokens / sequence-steps, both of decode-only steps (the headline)
+    accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted (unconditional)
 """
 
 from __future__ import annotations

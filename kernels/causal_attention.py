@@ -1,7 +1,7 @@
 """Causal attention of n queries to the last n of S keys and to all keys before them.
 
-    out_i = sum_{j <= S - n + i} softmax_j(scaling * q_i . k_j) v_j        (softcap c: c *
-    tanh(score / c))
+    out_i = sum_{j <= S - n + i} softmax_j(scaling * q_i . k_j) v_j
+    with a soft cap c, scores become c * tanh(score / c)
 
 This one function serves a packed prefill (n = S), a chunk with a past (n < S), a decode row (n = 1)
 and the rows of a chain to verify (n = K + 1): what is dumped, trained on and decoded sees the same

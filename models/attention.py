@@ -2,8 +2,7 @@
 
 `model(..., draftsmith=context)` hands the context to every attention layer. transformers then
 builds no mask, and the context decides what a query sees: the rows of a packed dump, the pages of
-    the engine, the unrolled steps of
-training. Widths of keys and values may differ (MLA).
+the engine, the unrolled steps of training. Widths of keys and values may differ (MLA).
 """
 
 from __future__ import annotations

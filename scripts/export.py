@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,9 +10,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ..conf.schema import Config
-from ..conf.structured import nearest
 from ..models.attention import PackedContext
-from ..models.formats.deepseek_mtp import export_deepseek_mtp, import_deepseek_mtp
+from ..models.formats import layout as find_layout
 from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
@@ -21,10 +19,6 @@ from ..models.trunk import Trunk
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
-EXPORTERS: dict[str, Callable[[LoadedHead, Path, Path], dict[str, str]]] = {
-    "deepseek-mtp": export_deepseek_mtp
-}
-IMPORTERS: dict[str, Callable[[Path], LoadedHead]] = {"deepseek-mtp": import_deepseek_mtp}
 TOLERANCE = 1e-4
 """Largest difference of float32 logits that an export may show when read back; weights are stored
 as they are."""
@@ -49,35 +43,25 @@ def export(config: Config, invocation: Invocation) -> tuple[Path, dict[str, str]
         different.
     """
     layout, artifacts = config.export.layout, Artifacts.of(config)
-    known(layout)
+    write, read = find_layout(layout)
     folder = prepare_folder(config.target)
     loaded = load_head(artifacts.head_or(config.export.head), fingerprint(folder))
     out = artifacts.exported(layout, config.export.folder)
-    origins = EXPORTERS[layout](loaded, folder, out)
-    difference = largest_difference(
-        loaded, IMPORTERS[layout](out), Trunk.load(folder, torch.float32)
-    )
+    origins = write(loaded, folder, out)
+    difference = largest_difference(loaded, read(out), Trunk.load(folder, torch.float32))
     if not difference <= TOLERANCE:
         raise ValueError(
             f"{out}: read back, the head's logits differ by {difference:.3g} (at most "
-            f"{TOLERANCE:g} is rounding); do not "
-            "use this export"
+            f"{TOLERANCE:g} is rounding); do not use this export"
         )
     write_provenance(out, invocation.resolved)
     invocation.say(f"read back: logits differ by at most {difference:.3g}")
     if loaded.draft_ids is not None:
         invocation.say(
             f"the head was trained on {len(loaded.draft_ids):,} draft ids; the layout drafts from "
-            "all "
-            f"{loaded.head.target_config.vocab_size:,}, with the target's own lm_head"
+            f"all {loaded.head.target_config.vocab_size:,}, with the target's own lm_head"
         )
     return out, origins
-
-
-def known(layout: str) -> None:
-    """Refuse a layout that is not written or read here."""
-    if layout not in EXPORTERS:
-        raise ValueError(f"layout {layout!r} is not known; {nearest(layout, EXPORTERS)}")
 
 
 @torch.inference_mode()

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from ..conf.schema import Config
+from ..models.formats import layout as find_layout
 from ..models.heads import load_head, save_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
 from .artifacts import Artifacts
-from .export import IMPORTERS, TOLERANCE, known, largest_difference
+from .export import TOLERANCE, largest_difference
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -24,14 +25,14 @@ def run(config: Config, invocation: Invocation) -> None:
         ValueError: an unknown layout, or a folder that does not hold it.
     """
     settings, artifacts = config.import_head, Artifacts.of(config)
-    known(settings.layout)
+    _, read = find_layout(settings.layout)
     source = artifacts.exported(settings.layout, settings.folder)
     if not source.is_dir():
         raise ValueError(f"{source} is no folder: name the one to read, import_head.folder=…")
     out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
     folder = prepare_folder(config.target)
     marks = fingerprint(folder)
-    found = IMPORTERS[settings.layout](source)
+    found = read(source)
     save_head(
         out,
         found.head,

@@ -5,13 +5,13 @@
     model.layers.{L}.eh_proj.weight               [H, 2H]  input order [embedding ; hidden], no bias
     model.layers.{L}.<decoder layer>.*                     names of the family's own layer
     model.layers.{L}.shared_head.norm.weight      [H]
-    model.layers.{L}.embed_tokens.weight          [V, H]   a copy of the target's (engines share
-    theirs) model.layers.{L}.shared_head.head.weight      [V, H]   a copy of the target's lm_head
+    model.layers.{L}.embed_tokens.weight          [V, H]   a copy of the target's embedding
+    model.layers.{L}.shared_head.head.weight      [V, H]   a copy of the target's lm_head
 
 config.json carries `num_nextn_predict_layers: 1`. vLLM zeroes the embedding at position 0, SGLang
 does not; our heads are trained without (position 0 is a template token). The layout has no place
 for a reduced vocabulary: since the lm_head is the target's own, the head drafts from all of it, and
-    only the folder's `draftsmith.json` keeps the ids.
+only the folder's `draftsmith.json` keeps the ids.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The MTP head: one module, recycled K times (DeepSeek-V3 report, arXiv 2412.19437, eq. 21-23, with
-D = 1).
+"""The MTP head: one module, recycled K times (DeepSeek-V3, arXiv 2412.19437, eq. 21-23, D = 1).
 
     z_p = W [enorm(E x_{p+1}) ; hnorm(h_p)]        z: [N, H], W: [H, 2H], no bias
     g_p = norm(layer(z)_p)                         layer: one decoder layer of the target's family
-    q_p = softmax(lm_head g_p)                     predicts x_{p+2}; embedding and lm_head are the
-    target's, frozen
+    q_p = softmax(lm_head g_p)                     predicts x_{p+2}; E and lm_head: the target's
 
 Step k feeds g of step k-1 in place of h, with token x_{p+1+k} at position p+k.
 """
