@@ -61,6 +61,9 @@ class EvaluateConfig:
     prompts: tuple[str, ...] = ("humaneval", "mt_bench", "heldout")
     """humaneval, mt_bench, heldout (first questions of held-out conversations), or paths of prompt
     files."""
+    draft_tokens: tuple[int, ...] = ()
+    """Chain lengths K that `mtp` drafts with, each a run of its own; empty takes
+    engine.draft_tokens."""
     limit: int = 16
     """Prompts per set."""
     max_new_tokens: int = 128
@@ -87,6 +90,9 @@ class EvaluateConfig:
             raise ValueError(
                 f"evaluate.proof: {self.proof!r} is not known; choose null, {', '.join(DTYPES)}"
             )
+        for count in self.draft_tokens:
+            if not 1 <= count <= 32:
+                raise ValueError(f"evaluate.draft_tokens: {count} must be 1 to 32")
         if not self.prompts or not self.temperatures:
             raise ValueError(
                 "evaluate.prompts and evaluate.temperatures need at least one entry each"

@@ -156,6 +156,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         if not drafted:
             continue
         setting = _setting(group[0], runs)
+        named = {id(run): label for run, label in zip(group, plots.labels(group), strict=True)}
         # Equal to two digits is no victory of a baseline.
         best = max(
             drafted,
@@ -163,7 +164,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         )
         fastest = max(group, key=lambda run: run["tokens_per_second"])
         parts = [
-            f"{run['drafter']} {run['tokens_per_target_call']:.2f} tokens per target call"
+            f"{named[id(run)]} {run['tokens_per_target_call']:.2f} tokens per target call"
             + (f" ({run['speedup']:.2f}× plain)" if run.get("speedup") is not None else "")
             for run in sorted(drafted, key=lambda run: -run["tokens_per_target_call"])
         ]
@@ -172,15 +173,15 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         if best["drafter"] == "ngram" and rivals:
             rival = max(rivals, key=lambda run: run["tokens_per_target_call"])
             sentence += (
-                f" n-gram look-up wins here: it accepts more than {rival['drafter']} at no cost in "
+                f" n-gram look-up wins here: it accepts more than {named[id(rival)]} at no cost in "
                 "training, as it does where answers repeat themselves or their prompt."
             )
         if fastest["drafter"] == "none":
             sentence += (
                 " Plain decoding is the fastest here: the accepted tokens do not pay for drafting."
             )
-        elif fastest["drafter"] != best["drafter"]:
-            sentence += f" Fastest is {fastest['drafter']}, whose drafts cost less."
+        elif fastest is not best:
+            sentence += f" Fastest is {named[id(fastest)]}, whose drafts cost less."
         sentences.append(sentence)
     return sentences
 

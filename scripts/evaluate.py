@@ -49,7 +49,8 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
     if settings.proof is not None:
         del target, loaded
         batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
-        proof = dataclasses.replace(config, engine=batched)
+        once = dataclasses.replace(settings, draft_tokens=())
+        proof = dataclasses.replace(config, engine=batched, evaluate=once)
         compared = tuple(name for name in names if name in ("none", "mtp"))
         runs += _pass(proof, settings.proof, compared, (0.0,), invocation)[0]
     report = {
@@ -118,6 +119,7 @@ def show(report: dict[str, Any], invocation: Invocation) -> None:
             *(
                 "prompts",
                 "drafter",
+                "K",
                 "tok/call",
                 "per position",
                 "tok/s",
@@ -150,6 +152,7 @@ def _row(run: dict[str, Any]) -> list[str]:
     return [
         run["prompts"],
         run["drafter"],
+        str(run["draft_tokens"] or ""),
         f"{run['tokens_per_target_call']:.3f}",
         " ".join(f"{100 * share:.0f}" for share in unconditional(run)),
         f"{run['tokens_per_second']:.1f}",
@@ -172,13 +175,22 @@ def _measured(
     it."""
     plain: RunResult | None = None
     entries = []
-    for name in drafters:
+    swept = config.evaluate.draft_tokens or (config.engine.draft_tokens,)
+    chains = [
+        (drafting, count)
+        for drafting in drafters
+        for count in (swept if drafting == "mtp" else (config.engine.draft_tokens,))
+    ]
+    for name, count in chains:
         what = (
             f"{prompts.name}, {name}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
         )
+        if name != "none":
+            what += f", K={count}"
+        engine = dataclasses.replace(config.engine, draft_tokens=count)
         with progress(invocation.console, what, "prompts") as report:
             result = measure(
-                target, drafter(name, loaded, target), prompts, config.engine, params, plain, report
+                target, drafter(name, loaded, target), prompts, engine, params, plain, report
             )
         plain = plain or result
         entries.append(result.to_json())
