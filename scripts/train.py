@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from ..conf.schema import Config
 from ..data.batches import BatchPlan
 from ..data.cache import Cache
+from ..data.probes import ProbeReport, probe_states
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, read_json
@@ -33,6 +34,7 @@ from .acceptance import LiveAcceptance
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
+_PROBE_TOKENS = 512
 _RMS_TOKENS = 8192
 _FREE = ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep_checkpoints")
 """Settings of `train` that may differ when a run goes on."""
@@ -83,6 +85,7 @@ def train(config: Config, invocation: Invocation) -> None:
     trunk = Trunk.load(
         folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
     )
+    probe(cache, trunk).refuse_faults(f"{artifacts.cache}, read for training")
     draft_ids, coverage = None, 1.0
     if config.train.draft_vocab_size is not None:
         ends = eos_ids(folder, target_config)
@@ -153,6 +156,17 @@ def train(config: Config, invocation: Invocation) -> None:
         write_provenance(artifacts.train, invocation.resolved)
         atomic_write_json(artifacts.run, {"identity": identity, "finished": config.train.max_steps})
     barrier()
+
+
+def probe(cache: Cache, trunk: Trunk) -> ProbeReport:
+    """The shift and norm probes once more, on what training is about to read: the first rows, about
+    512 tokens."""
+    count = int((cache.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
+    tokens, _, states = cache.gather(list(range(min(count, len(cache)))))
+    lengths = torch.tensor([0, *map(len, tokens)])
+    return probe_states(
+        trunk, states.to(trunk.device), torch.cat(tokens).to(trunk.device), lengths.cumsum(0)
+    )
 
 
 def state_rms(cache: Cache) -> float:

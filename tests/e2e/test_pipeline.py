@@ -30,6 +30,7 @@ SMALL = [
     "evaluate.proof=null",
     "target.dtype=float32",
     "validate.limit=1",
+    "tracker=none",
     "validate.max_new_tokens=16",
 ]
 
