@@ -15,7 +15,8 @@ from ..conf.schema import Config
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
 from ..inference.plots import unconditional
-from ..inference.report import render, verdicts
+from ..inference.report import render
+from ..inference.tables import verdicts
 from ..models.files import content_hash, read_json, sha256_file
 from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from draftsmith.inference import plots
-from draftsmith.inference.report import DEFINITIONS, render, training_curves, verdicts
+from draftsmith.inference.report import DEFINITIONS, render, training_curves
+from draftsmith.inference.tables import verdicts
 
 Run = dict[str, Any]
 
