@@ -17,7 +17,7 @@ from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.unroll import unroll
 
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
-TOLERANCE = {"float64": 1e-9, "float32": 2e-3}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
 @pytest.fixture(scope="module", params=list(TOLERANCE))
@@ -98,21 +98,17 @@ def test_head_keys_after_any_round_are_those_of_true_states(
         engine.step()
     for sequence in sequences:
         known = sequence.tokens[: sequence.num_computed + 1]
-        fresh = ForcedHeadDrafter(head, None, script)
-        other = Engine(target, settings, fresh)
-        again = other.add(known[:-1], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        other = Engine(target, settings, ForcedHeadDrafter(head, None, script))
+        # Two tokens wanted, one step run: the request is still alive and so are its pages.
+        again = other.add(known[:-1], SamplingParams(max_new_tokens=2, ignore_eos=True))
         other.step()
         assert again.output == known[-1:]
-        for pool_layer in range(target.num_layers + 1):
-            ours, theirs = engine.pool.keys[pool_layer], other.pool.keys[pool_layer]
+        for ours, theirs in zip(
+            [*engine.pool.keys, *engine.pool.values],
+            [*other.pool.keys, *other.pool.values],
+            strict=True,
+        ):
             assert ours is not None and theirs is not None
             for position in range(sequence.num_computed):
-                mine = ours[:, sequence.slot(position)]
-                # The other request has ended, but its rows stay until the pages are poisoned:
-                # compare states.
-                if pool_layer == target.num_layers:
-                    row = fresh.rows[again.id, position, 0]
-                    torch.testing.assert_close(
-                        drafter.rows[sequence.id, position, 0], row, rtol=0, atol=1e-9
-                    )
-                assert bool(torch.isfinite(mine).all())
+                mine, rebuilt = ours[:, sequence.slot(position)], theirs[:, again.slot(position)]
+                torch.testing.assert_close(mine, rebuilt, rtol=0, atol=1e-9)
