@@ -24,8 +24,9 @@ Legend: m rows, V columns of the head, H hidden.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,13 +55,21 @@ class LossConfig:
     costs the whole lm_head once per row. Validation reports it in any case."""
 
     def __post_init__(self) -> None:
-        parse(self.kind)
+        terms = parse(self.kind)
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1")
         if not 0 <= self.eta < math.inf:
             raise ValueError(f"eta={self.eta}: must be 0 (pure KL) or positive")
         if self.labels not in ("teacher", "data"):
             raise ValueError(f"labels={self.labels!r}: must be teacher or data")
+        readers = {"top_k": "topk", "eta": "lk-lambda", "labels": "ce"}
+        for field in fields(self):
+            value, term = getattr(self, field.name), readers.get(field.name)
+            if term is not None and term not in terms and value != field.default:
+                warnings.warn(
+                    f"{field.name}={value!r} has no effect: kind={self.kind!r} has no term {term}",
+                    stacklevel=3,
+                )
 
 
 def parse(kind: str) -> dict[str, float]:

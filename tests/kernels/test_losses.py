@@ -47,6 +47,10 @@ def _by_definition(
     return -(p * log_q * kept).sum(-1) - (p * ~kept).sum(-1) * rest
 
 
+def _config(kind: str) -> LossConfig:
+    return LossConfig(kind, top_k=3) if "topk" in kind else LossConfig(kind)
+
+
 class _Case:
     """Random inputs of one call; `own`: the students have a head and a width of their own."""
 
@@ -90,7 +94,7 @@ class _Case:
             self.weight,
             self.head,
             student_head=self.student_head,
-            loss=LossConfig(kind, top_k=3),
+            loss=_config(kind),
             **options,
         )
 
@@ -121,7 +125,7 @@ class _Case:
                 value = torch.where(d < 1, d.square() / 2, d - 0.5).mean(-1)
             else:
                 wanted, picked = target.expand_as(z), label.expand(z.shape[:-1])
-                value = _by_definition(name, z, wanted, picked, LossConfig(kind, top_k=3))
+                value = _by_definition(name, z, wanted, picked, _config(kind))
             total = total + weight * (value * self.weight.double()).sum()
         return total
 
@@ -388,6 +392,17 @@ def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     """Named, with what would do."""
     with pytest.raises(ValueError, match=words):
         LossConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"top_k": 5}, "topk"), ({"eta": 1.0}, "lk-lambda"), ({"labels": "data"}, "ce")],
+)
+def test_a_setting_that_no_term_reads_warns(settings: dict[str, Any], words: str) -> None:
+    """It names the term that would read it; with that term there is nothing to say."""
+    with pytest.warns(UserWarning, match=f"no term {words}"):
+        LossConfig("kl", **settings)
+    LossConfig(f"kl+{words}", **settings)
 
 
 def test_students_and_head_that_do_not_fit_are_refused() -> None:
