@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -322,6 +323,26 @@ def test_any_loss_trains_and_is_logged_beside_the_usual_figures(
     assert records[0]["mass_outside_draft_vocabulary"] == pytest.approx(
         (outside.outside / outside.rows).tolist(), rel=1e-5
     )
+
+
+def test_a_head_with_its_own_lm_head_trains_in_shards_too(
+    tiny_llama_folder: Callable[..., Path], toy: ModuleType, tmp_path: Path
+) -> None:
+    """`student_head` is read outside the head's forward pass; stage 3, which keeps a matrix of this
+    size in shards, gathers it there and ends with stage 0's weights."""
+    target = tiny_llama_folder(num_hidden_layers=2, vocab_size=4096)
+    trunk = Trunk.load(target, torch.float32)
+    ended = []
+    for stage in (0, 3):
+        head = toy.make_head(target)
+        head.student_head = nn.Parameter(trunk.lm_head.clone())
+        trainer = _trainer(trunk, head, toy.NoisePlan(), tmp_path / str(stage), zero_stage=stage)
+        trainer.run()
+        with trainer.whole_weights():
+            ended.append(_weights(head))
+    assert not torch.equal(ended[0]["student_head"], trunk.lm_head)
+    for name, value in ended[0].items():
+        torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
 
 
 def test_metrics_are_json_of_finite_numbers(
