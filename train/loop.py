@@ -103,7 +103,9 @@ class Trainer:
         start(self.device)
         _seed(cfg.seed + rank())
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
-        self.objective = Objective(trunk, cfg.step_weights(), draft_ids=draft_ids, dtype=dtype)
+        self.objective = Objective(
+            trunk, cfg.step_weights(), draft_ids=draft_ids, dtype=dtype, loss=cfg.loss
+        )
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)
         out.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,13 @@ def _definition(
         weight=weight.double().sum(1),
         rows=active.sum(1),
         loss=losses.detach(),
+        cross=losses.detach(),
         kl=((cross - entropy) * active).sum(1).detach(),
         acceptance=(torch.minimum(p, log_q.exp()).sum(-1) * active).sum(1).detach(),
         agreement=((top == teacher_top) & active).sum(1),
         student_top=torch.where(active, top, -1),
         teacher_top=torch.where(active.any(0), teacher_top, -1),
+        outside=torch.zeros(weight.shape[0], dtype=torch.float64),
     )
     return losses.sum(), stats
 
