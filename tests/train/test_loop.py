@@ -247,7 +247,7 @@ def test_metrics_lines_hold_what_is_promised(
         ("validation", 3),
     ]
     for record in (r for r in records if r["kind"] == "train"):
-        assert set(record["seconds"]) == {"data", "forward", "backward", "step"}
+        assert set(record["seconds"]) == {"wait", "weigh", "forward", "backward", "step"}
         assert record["tokens_per_second"] > 0 and record["supervised"] > 0
         for name in ("agreement", "kl", "expected_acceptance"):
             assert len(record[name]) == 3
