@@ -147,25 +147,21 @@ class StateClient:
 
     def __init__(self, address: Address, timeout: float) -> None:
         self.address = address
+        self.fingerprint: dict[str, str] = {}
+        self.hidden_size = 0
         self._timeout = timeout
         try:
             self._link = socket.create_connection((address.host, address.port), timeout)
             _keep_alive(self._link)
-            self._link.sendall(address.token.encode())
+            self._link.sendall(address.token.encode())  # waits there until it is accepted
         except OSError as error:
             raise self._gone(error) from error
-        self.fingerprint: dict[str, str] = {}
-        self.hidden_size = 0
 
     def meet(self) -> None:
         """Wait until the server has loaded its target and says which it is; once."""
-        if self.fingerprint:
-            return
-        try:
-            hello, _ = receive(self._link)
-        except (OSError, EOFError) as error:
-            raise self._gone(error) from error
-        self.fingerprint, self.hidden_size = hello["fingerprint"], hello["hidden_size"]
+        if not self.fingerprint:
+            hello, _ = self._answer(None)
+            self.fingerprint, self.hidden_size = hello["fingerprint"], hello["hidden_size"]
 
     def states(self, tokens: list[Tensor], boundaries: tuple[int, ...]) -> Tensor:
         """[N, B·H] bf16 of several rows, R x [n] int64.
@@ -173,13 +169,9 @@ class StateClient:
         Raises:
             ValueError: what the target says about these rows, or that the server ended.
         """
-        lengths = [len(row) for row in tokens]
         ids = torch.cat(tokens).numpy().astype("<i8").tobytes()
-        try:
-            send(self._link, {"lengths": lengths, "boundaries": boundaries}, ids)
-            header, body = receive(self._link)
-        except (OSError, EOFError) as error:
-            raise self._gone(error) from error
+        request = {"lengths": [len(row) for row in tokens], "boundaries": boundaries}
+        header, body = self._answer((request, ids))
         if "error" in header:
             raise ValueError(f"rank {self.address.rank}, which runs the target: {header['error']}")
         return torch.frombuffer(body, dtype=torch.bfloat16).reshape(header["shape"])
@@ -187,6 +179,18 @@ class StateClient:
     def close(self) -> None:
         """Let the server end."""
         self._link.close()
+
+    def _answer(
+        self, request: tuple[dict[str, Any], bytes] | None
+    ) -> tuple[dict[str, Any], bytearray]:
+        """What comes back, after a request where there is one."""
+        try:
+            if request is not None:
+                send(self._link, *request)
+            return receive(self._link)
+        except (OSError, EOFError) as error:
+            self.close()
+            raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> ValueError:
         rank, place = self.address.rank, f"{self.address.host}:{self.address.port}"
