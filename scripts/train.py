@@ -198,14 +198,13 @@ def _train(
 
 
 def probe(source: RowSource, trunk: Trunk) -> ProbeReport:
-    """The shift and norm probes once more, on what training is about to read: the first rows, about
-    512 tokens."""
+    """The shift and norm probes once more, on what training is about to read: the last boundary of
+    the first rows, about 512 tokens."""
     count = int((source.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
     tokens, _, states = source.gather(list(range(min(count, len(source.lengths)))))
     lengths = torch.tensor([0, *map(len, tokens)])
-    return probe_states(
-        trunk, states.to(trunk.device), torch.cat(tokens).to(trunk.device), lengths.cumsum(0)
-    )
+    last = states.chunk(len(source.boundaries), -1)[-1].to(trunk.device)
+    return probe_states(trunk, last, torch.cat(tokens).to(trunk.device), lengths.cumsum(0))
 
 
 def state_rms(source: RowSource) -> float:

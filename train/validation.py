@@ -119,7 +119,7 @@ def teacher_summary(
     trunk, ids = objective.trunk, objective.draft_ids
     tops, outside = [rows.new_zeros(0)], [torch.zeros(0, dtype=torch.float64, device=rows.device)]
     for part in rows.split(_CHUNK):
-        logits = trunk.logits(trunk.norm(batch.hidden[part].to(trunk.dtype))).float()
+        logits = trunk.logits(trunk.norm(batch.hidden[part])).float()
         tops.append(logits.argmax(-1))
         inside = 1.0 if ids is None else logits.softmax(-1)[:, ids].double().sum(-1)
         outside.append(
