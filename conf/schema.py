@@ -7,9 +7,12 @@ commands: what `evaluate`, `export`, `import` and `generate` are to do.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..data.dump import DumpConfig
+from ..data.online import OnlineConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
 from ..models.heads import HeadConfig
@@ -24,6 +27,18 @@ class DataConfig:
 
     rows: RowsConfig
     dump: DumpConfig
+    source: Literal["cache", "online"] = "cache"
+    """What `train` reads: cache (the states that `dump` wrote) or online (the target makes them
+    while training; needs the rows alone)."""
+    online: OnlineConfig = field(default_factory=OnlineConfig)
+
+    def __post_init__(self) -> None:
+        if self.source == "cache" and self.online != OnlineConfig():
+            warnings.warn(
+                "data.online.* is ignored: states come from the cache; set data.source=online to "
+                "have the target make them",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """Packed batches in a fixed global order.
 
-Every epoch is a seeded permutation of the rows, packed first-fit into batches of at most
-`tokens_per_batch`. Batches are numbered through all epochs; that one number is the whole cursor.
-Rank r of W ranks takes the batches cursor + r, cursor + r + W, ...: the global order is the same
-for any W, so a run may resume with another number of ranks.
-Legend: N packed tokens, R rows of the batch, B boundaries, H hidden, K unroll steps.
+Every epoch is a seeded permutation of the rows, packed best-fit into batches of at most
+`tokens_per_batch`: a row goes where it leaves the least room. A longer row is a batch of its own.
+Batches are numbered through all epochs; that one number is the whole cursor. Rank r of W ranks
+takes the batches cursor + r, cursor + r + W, ...: the global order is the same for any W, so a run
+may resume with another number of ranks.
+Legend: N packed tokens, R rows, B boundaries, H hidden, K unroll steps.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,30 +21,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_OPEN_BATCHES = (
-    16  # how many batches stay open for a row that fits none later: bounds the work, not the fill
-)
-
 
 class RowSource(Protocol):
-    """What batches are packed from: a `Cache`, or `OnlineRows`."""
+    """What batches are packed from: a `Cache`, `OnlineRows`, `RemoteRows`.
+
+    Rows are numbered 0 .. R-1 and never change. `lengths`, `ids` and `supervised_counts` are known
+    without reading a state, so an epoch is planned before any of it is read. `gather` is called
+    from one thread at a time, which need not be the one that made the source.
+    """
 
     @property
     def lengths(self) -> np.ndarray:
-        """[R] int."""
+        """[R] int, tokens of each row, none 0."""
         ...
 
     @property
     def ids(self) -> list[str]:
-        """Names of the rows."""
+        """R names, for messages."""
+        ...
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The B boundaries whose states `gather` gives."""
         ...
 
     def supervised_counts(self, steps: int) -> np.ndarray:
-        """[R, K] int64."""
+        """[R, K] int64: supervised head rows of each row at step k."""
         ...
 
     def gather(self, indices: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Tokens, masks, states."""
+        """The named rows in the order asked for: tokens R x [n] int64, masks R x [n] bool, raw
+        states [N, B·H] with the boundaries side by side. A row whose states are not finite or do
+        not fit its tokens is a ValueError that names it."""
         ...
 
 
@@ -82,12 +93,13 @@ class BatchPlan:
 
     Args:
         source: where rows come from.
-        tokens_per_batch: upper limit of N; a longer row is refused.
+        tokens_per_batch: upper limit of N. Longer rows are told of once and stay whole, each a
+            batch of its own.
         seed: of the permutations.
         rank, world_size: this process among those that share the batches.
     Raises:
-        ValueError: no rows, a row longer than a batch, or a rank outside the world; names it and
-            the remedy.
+        ValueError: no rows, none with a supervised head row, or a rank outside the world; names it
+            and the remedy.
     """
 
     def __init__(
@@ -104,13 +116,11 @@ class BatchPlan:
             raise ValueError(
                 "the source holds no rows; run prepare and dump with more conversations"
             )
-        longest = int(lengths.argmax())
-        if lengths[longest] > tokens_per_batch:
+        counts = source.supervised_counts(1)
+        if not counts.any():
             raise ValueError(
-                f"row {longest} (id {source.ids[longest]!r}) has {int(lengths[longest])} tokens "
-                "and a batch holds "
-                f"{tokens_per_batch}: raise tokens_per_batch, or prepare with "
-                f"max_length={tokens_per_batch}"
+                f"none of the {len(lengths)} rows holds two supervised tokens in a row, so there "
+                "is nothing to learn; look at the mask with `prepare --show 3`"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}: must lie in 0 .. world_size - 1")
@@ -122,7 +132,8 @@ class BatchPlan:
         self._lengths: list[int] = lengths.tolist()
         self._firsts = [0]  # global index of each known epoch's first batch, and of the one after
         self._last: tuple[int, list[list[int]]] = (-1, [])
-        self._counts = np.zeros((len(lengths), 0), np.int64)
+        self._counts = counts
+        _tell_of_long_rows(lengths, source.ids, tokens_per_batch)
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Row numbers of every batch of one epoch; each row appears once."""
@@ -132,23 +143,36 @@ class BatchPlan:
         return self._last[1]
 
     def _pack(self, order: list[int]) -> list[list[int]]:
-        """First fit: a row goes to the oldest open batch with room, else it opens one."""
+        """Best fit: a row goes to the batch that it fills most, the newest of equals, or opens
+        one; batches are numbered as they were opened."""
         batches: list[list[int]] = []
-        room: list[int] = []
-        oldest = 0
+        least = min(self._lengths)  # a batch with less room than this is full
+        rooms: list[int] = []  # sorted, each once: the rooms that some open batch has
+        having: dict[int, list[int]] = {}  # room -> batches
         for row in order:
             length = self._lengths[row]
-            for place in range(oldest, len(batches)):
-                if length <= room[place]:
-                    break
+            place = bisect_left(rooms, length)
+            if place < len(rooms):
+                room = rooms[place]
+                number = having[room].pop()
+                if not having[room]:
+                    del rooms[place], having[room]
             else:
-                place = len(batches)
+                room, number = self.tokens_per_batch, len(batches)
                 batches.append([])
-                room.append(self.tokens_per_batch)
-                oldest = max(0, len(batches) - _OPEN_BATCHES)
-            batches[place].append(row)
-            room[place] -= length
+            batches[number].append(row)
+            left = room - length
+            if left >= least:
+                if left not in having:
+                    insort(rooms, left)
+                having.setdefault(left, []).append(number)
         return batches
+
+    @property
+    def fill(self) -> float:
+        """Mean tokens of a batch of the first epoch as a share of `tokens_per_batch`; rows longer
+        than that count whole."""
+        return sum(self._lengths) / (self.num_batches() * self.tokens_per_batch)
 
     def epoch_of(self, index: int) -> tuple[int, int]:
         """(epoch, place in it) of a global batch."""
@@ -231,4 +255,21 @@ class BatchPlan:
             "num_tokens": sum(self._lengths),
             "seed": self.seed,
             "tokens_per_batch": self.tokens_per_batch,
+            "packing": "best-fit",
         }
+
+
+def _tell_of_long_rows(lengths: np.ndarray, ids: list[str], tokens_per_batch: int) -> None:
+    """One warning for all rows that no batch holds: how many, the longest, and what it costs."""
+    count = int((lengths > tokens_per_batch).sum())
+    if count:
+        longest = int(lengths.argmax())
+        size = int(lengths[longest])
+        warnings.warn(
+            f"{count} of {len(lengths)} rows are longer than tokens_per_batch={tokens_per_batch} "
+            f"and stay whole, each a batch of its own; the longest (row {longest}, id "
+            f"{ids[longest]!r}) has {size} tokens, so its batch takes "
+            f"{size / tokens_per_batch:.1f} times the memory that a batch was sized for. Raise "
+            f"tokens_per_batch, or prepare with max_length={tokens_per_batch}, to have all alike",
+            stacklevel=3,
+        )

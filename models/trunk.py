@@ -120,8 +120,9 @@ class Trunk:
         return rows if self.multiplier == 1.0 else rows * self.multiplier
 
     def norm(self, raw: Tensor) -> Tensor:
-        """Raw states of boundary L [N, H] -> what lm_head reads [N, H]."""
-        return self.final_norm(raw)
+        """Raw states of boundary L [N, H], any float dtype -> what lm_head reads [N, H], in the
+        trunk's dtype."""
+        return self.final_norm(raw.to(self.dtype))
 
     def lm_head_weight(self, ids: Tensor | None = None) -> Tensor:
         """[V, H], or the rows of a draft vocabulary [Vd, H] for ids [Vd]."""

@@ -1,8 +1,9 @@
-"""`draftsmith train`: hidden-state cache -> head. Alone, or one process per GPU under torchrun or
+"""`draftsmith train`: hidden states -> head. Alone, or one process per GPU under torchrun or
 deepspeed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..conf.schema import Config
-from ..data.batches import BatchPlan
-from ..data.cache import Cache
+from ..data.batches import BatchPlan, RowSource
 from ..data.probes import ProbeReport, probe_states
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
@@ -27,16 +27,24 @@ from ..models.provenance import write_provenance
 from ..models.target import eos_ids, fingerprint, prepare_folder, torch_device
 from ..models.trunk import Trunk
 from ..train.loop import Trainer
-from ..train.ranks import barrier, rank, start
+from ..train.ranks import barrier, rank, set_apart, start
 from ..train.tracker import Tracker
 from ..train.validation import Validator
 from .acceptance import LiveAcceptance
 from .app import Invocation, Verb
 from .artifacts import Artifacts
+from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 
 _PROBE_TOKENS = 512
 _RMS_TOKENS = 8192
-_FREE = ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep_checkpoints")
+_FREE = (
+    "max_steps",
+    "prefetch",
+    "log_every",
+    "validate_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+)
 """Settings of `train` that may differ when a run goes on."""
 
 
@@ -51,41 +59,70 @@ def run(config: Config, invocation: Invocation) -> None:
 
 def train(config: Config, invocation: Invocation) -> None:
     """The head of a run in WORK/train/head: the best validated weights, or the last where nothing
-    was validated.
+    was validated. On a target rank: serve states to those that train.
 
     Raises:
         ValueError: no cache, one that is stale or damaged, or a run of other settings in
         WORK/train.
     """
     artifacts = Artifacts.of(config)
+    online = config.data.source == "online"
+    roles = set_apart(config.data.online.target_ranks if online else 0)
     device = torch_device(config.target.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if roles.server is not None:
+        serve(config, roles)
+        return
     start(device)
     if rank() == 0:
         prepare_folder(config.target)  # a GGUF file is converted once, by one process
     barrier()
     folder = prepare_folder(config.target)
+    client = connect(config, roles)
     target_config = AutoConfig.from_pretrained(folder)
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.rows)
     rows.require_tokenizer(marks)
-    expect = {**marks, "boundaries": (int(target_config.num_hidden_layers),)}
-    cache = Cache.open(artifacts.cache, {**expect, "rows_key": rows.key}, verify=rank() == 0)
-    identity = _identity(config, cache)
-    if rank() == 0 and _begin(artifacts, identity, config, invocation):
-        invocation.say(f"reused: train (key matches; step {config.train.max_steps})")
-    barrier()
-    if _finished(artifacts, identity, config):
-        return
+    boundaries = (int(target_config.num_hidden_layers),)
+    feed: Feed = (
+        OnlineFeed(config, rows, marks, boundaries, client)
+        if online
+        else CacheFeed(config, rows, marks, boundaries)
+    )
+    with contextlib.closing(feed):
+        identity = _identity(config, feed)
+        if rank() == 0 and _begin(artifacts, identity, config, invocation):
+            invocation.say(f"reused: train (key matches; step {config.train.max_steps})")
+        barrier()
+        if not _finished(artifacts, identity, config):
+            _train(config, invocation, folder, marks, rows, feed)
+            if rank() == 0:
+                record = {"identity": identity, "finished": config.train.max_steps}
+                atomic_write_json(artifacts.run, record)
+            barrier()
 
+
+def _train(
+    config: Config,
+    invocation: Invocation,
+    folder: Path,
+    marks: dict[str, str],
+    rows: Rows,
+    feed: Feed,
+) -> None:
+    """From the first step, or the newest checkpoint, to the written head."""
+    artifacts = Artifacts.of(config)
+    device = torch_device(config.target.device)
+    target_config = AutoConfig.from_pretrained(folder)
+    source = feed.train()
     torch.manual_seed(config.train.seed)
-    scale = state_rms(cache)
+    scale = state_rms(source)
     head = build_head(config.head, folder, scale, target_config)
     trunk = Trunk.load(
         folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
     )
-    probe(cache, trunk).refuse_faults(f"{artifacts.cache}, read for training")
+    probe(source, trunk).refuse_faults(f"the states of {rows.folder}, read for training")
     draft_ids, coverage = None, 1.0
     if config.train.draft_vocab_size is not None:
         ends = eos_ids(folder, target_config)
@@ -98,7 +135,7 @@ def train(config: Config, invocation: Invocation) -> None:
     facts = {
         "state_rms": scale,
         "seed": config.train.seed,
-        "cache": cache.key,
+        **feed.identity,
         "coverage": coverage,
     }
 
@@ -109,12 +146,16 @@ def train(config: Config, invocation: Invocation) -> None:
             weights,
             target_fingerprint=marks,
             draft_ids=draft_ids,
-            trained_length=int(cache.lengths.max()),
+            trained_length=int(source.lengths.max()),
             config=invocation.resolved,
             training={**facts, "step": step, "validation": figures},
         )
 
-    plan = BatchPlan(cache, tokens_per_batch=config.train.tokens_per_batch, seed=config.train.seed)
+    plan = BatchPlan(source, tokens_per_batch=config.train.tokens_per_batch, seed=config.train.seed)
+    invocation.say(
+        f"batches: {plan.num_batches():,} an epoch, {plan.fill:.1%} of "
+        f"{config.train.tokens_per_batch:,} tokens filled"
+    )
     tracker = Tracker(config.tracker, artifacts.train, invocation.resolved) if rank() == 0 else None
     trainer = Trainer(
         head,
@@ -127,7 +168,7 @@ def train(config: Config, invocation: Invocation) -> None:
         on_best=lambda weights, step, figures: keep(artifacts.best, weights, step, figures),
         progress=invocation.console.is_terminal,
     )
-    held_out = _held_out(config, expect)
+    held_out = _held_out(config, feed)
     if held_out is not None:
         acceptance = LiveAcceptance(config, draft_ids) if _in_engine(config) else None
         trainer.validate = _told(
@@ -154,43 +195,42 @@ def train(config: Config, invocation: Invocation) -> None:
             keep(artifacts.head, trainer.head, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
         write_provenance(artifacts.train, invocation.resolved)
-        atomic_write_json(artifacts.run, {"identity": identity, "finished": config.train.max_steps})
-    barrier()
 
 
-def probe(cache: Cache, trunk: Trunk) -> ProbeReport:
-    """The shift and norm probes once more, on what training is about to read: the first rows, about
-    512 tokens."""
-    count = int((cache.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
-    tokens, _, states = cache.gather(list(range(min(count, len(cache)))))
+def probe(source: RowSource, trunk: Trunk) -> ProbeReport:
+    """The shift and norm probes once more, on what training is about to read: the last boundary of
+    the first rows, about 512 tokens."""
+    count = int((source.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
+    tokens, _, states = source.gather(list(range(min(count, len(source.lengths)))))
     lengths = torch.tensor([0, *map(len, tokens)])
-    return probe_states(
-        trunk, states.to(trunk.device), torch.cat(tokens).to(trunk.device), lengths.cumsum(0)
-    )
+    last = states.chunk(len(source.boundaries), -1)[-1].to(trunk.device)
+    return probe_states(trunk, last, torch.cat(tokens).to(trunk.device), lengths.cumsum(0))
 
 
-def state_rms(cache: Cache) -> float:
-    """Median over tokens of the root mean square of a raw state, from the first rows of a cache.
+def state_rms(source: RowSource) -> float:
+    """Median over tokens of the root mean square of a raw state of the last boundary, from the
+    first rows of a source.
 
     A few positions (the first of a row above all) carry states a hundred times larger than the
     others; a mean of squares would follow them and start the projection far off.
     """
     sizes: list[Tensor] = []
-    for index in range(len(cache)):
-        states = cache.row(index).states[cache.boundaries[-1]].float()
-        sizes.append(states.square().mean(-1).sqrt())
+    for index in range(len(source.lengths)):
+        _, _, states = source.gather([index])
+        last = states.chunk(len(source.boundaries), -1)[-1].float()
+        sizes.append(last.square().mean(-1).sqrt())
         if sum(map(len, sizes)) >= _RMS_TOKENS:
             break
     return float(torch.cat(sizes).median())
 
 
-def _identity(config: Config, cache: Cache) -> dict[str, Any]:
+def _identity(config: Config, feed: Feed) -> dict[str, Any]:
     """Everything that determines the weights, but the settings that may differ when a run goes
     on."""
     settings = dataclasses.asdict(config.train)
     settings["betas"] = list(config.train.betas)
     return {
-        "cache": cache.key,
+        **feed.identity,
         **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
         **{f"head.{name}": value for name, value in dataclasses.asdict(config.head).items()},
     }
@@ -230,17 +270,13 @@ def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) ->
     return record["identity"] == identity and record["finished"] == config.train.max_steps
 
 
-def _held_out(config: Config, expect: dict[str, Any]) -> list[Any] | None:
+def _held_out(config: Config, feed: Feed) -> list[Any] | None:
     """Every held-out batch, or None where nothing is held out."""
-    artifacts = Artifacts.of(config)
-    rows = Rows.open(artifacts.rows, "heldout")
-    if not len(rows):
+    source = feed.heldout()
+    if source is None:
         return None
-    cache = Cache.open(
-        artifacts.heldout_cache, {**expect, "rows_key": rows.key}, verify=rank() == 0
-    )
-    size = max(config.train.tokens_per_batch, int(cache.lengths.max()))
-    plan = BatchPlan(cache, tokens_per_batch=size)
+    size = max(config.train.tokens_per_batch, int(source.lengths.max()))
+    plan = BatchPlan(source, tokens_per_batch=size)
     device = torch_device(config.target.device)
     return [plan.batch(index).to(device) for index in range(plan.num_batches())]
 
@@ -281,19 +317,32 @@ VERB = Verb(
     task=run,
     reads=(
         "WORK/rows, WORK/cache, WORK/cache-heldout and the target's embedding, final norm and "
-        "lm_head; with validate.engine the whole target"
+        "lm_head; with validate.engine or data.source=online the whole target, and with the latter "
+        "no cache"
     ),
     writes=(
         "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, run.json, "
         "provenance.json"
     ),
-    sections=("work", "inputs", "overwrite", "head", "train", "validate", "tracker"),
+    sections=(
+        "work",
+        "inputs",
+        "overwrite",
+        "data.source",
+        "data.online",
+        "head",
+        "train",
+        "validate",
+        "tracker",
+    ),
     examples=(
         "draftsmith train",
         "draftsmith train train.max_steps=3000 train.draft_vocab_size=8192 tracker=wandb-offline",
         "draftsmith train --multirun inputs=work/default 'work=work/norms-${head.norms.output}' "
         "head.norms.output=true,false",
         "torchrun --nproc-per-node 8 -m draftsmith.scripts.train train=h100x8 target=llama-3.1-8b",
+        "torchrun --nproc-per-node 8 -m draftsmith.scripts.train train=h100x8 target=llama-3.1-8b "
+        "data.source=online data.online.target_ranks=2",
     ),
     kept="the newest whole checkpoint is kept, and the same command goes on from it, bit for bit",
 )

@@ -26,7 +26,9 @@ class TrainConfig:
     max_steps: int = 1000
     """Optimiser steps of the whole run, counted from its beginning and not from a resume."""
     tokens_per_batch: int = 2048
-    """Most tokens of one packed micro-batch on one rank."""
+    """Most tokens of one packed micro-batch on one rank; a longer row is a batch of its own."""
+    prefetch: int = 2
+    """Micro-batches that a thread reads ahead on each rank; 0 reads each when it is needed."""
     accumulation: int = 1
     """Micro-batches per rank and optimiser step."""
     lr: float = 2e-3
@@ -69,6 +71,7 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
         for name in (
+            "prefetch",
             "unroll_warmup",
             "warmup_steps",
             "validate_every",

@@ -13,7 +13,6 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -31,9 +30,13 @@ from .engine import make_engine
 from .metrics import MetricsFile
 from .objective import Objective
 from .ranks import import_deepspeed, rank, start, sum_over_ranks, world_size
+from .reader import Reader
 from .schedule import lr_at
 from .tracker import Tracker
 from .window import Window
+
+_WAIT_SHARE = 0.1  # of a metrics window: more is told
+_WAIT_SECONDS = 1.0  # waited for less, a window is too short to judge by
 
 
 class BatchSource(Protocol):
@@ -116,6 +119,7 @@ class Trainer:
         self.tokens = 0
         self.last_validation: dict[str, Any] | None = None
         self._window = Window(cfg.steps, self.device)
+        self._told_of_waiting = False
 
     def run(self) -> TrainResult:
         """Resume what lies in `out`, train to cfg.max_steps, validate and checkpoint the end.
@@ -132,17 +136,20 @@ class Trainer:
             disable=not self.progress or rank() != 0,
             dynamic_ncols=True,
         )
-        with ThreadPoolExecutor(1) as reader, bar:
+        with Reader(self._read, self._own_batches(), self.cfg.prefetch) as reader, bar:
             self._window.restart()
-            ahead = reader.submit(self._read, self.cursor)
             while self.step < self.cfg.max_steps:
-                ahead = self._one_step(reader, ahead)
+                self._one_step(reader)
                 bar.update()
                 last = self.step == self.cfg.max_steps
                 if last or self.step % self.cfg.log_every == 0:
                     record = self._log()
-                    speed = f"{record['tokens_per_second']:.0f}"
-                    bar.set_postfix(loss=f"{record['loss']:.3f}", tok_s=speed, refresh=False)
+                    bar.set_postfix(
+                        loss=f"{record['loss']:.3f}",
+                        tok_s=f"{record['tokens_per_second']:.0f}",
+                        wait=f"{record['wait_share']:.1%}",
+                        refresh=False,
+                    )
                 self._validate_and_checkpoint(last)
         return TrainResult(self.step, self.tokens, self.checkpoints.best(), self.last_validation)
 
@@ -157,27 +164,24 @@ class Trainer:
             self.metrics.truncate_after(self.step)
         return found
 
-    def _read(self, cursor: int) -> list[PackedBatch]:
-        own = range(cursor + rank(), cursor + self.cfg.accumulation * world_size(), world_size())
-        return [self.plan.batch(index).to(self.device) for index in own]
+    def _own_batches(self) -> range:
+        """Global indices of the batches that this rank trains from here to the end."""
+        left = (self.cfg.max_steps - self.step) * self.cfg.accumulation * world_size()
+        return range(self.cursor + rank(), self.cursor + left, world_size())
 
-    def _one_step(self, reader: ThreadPoolExecutor, ahead: Future) -> Future:
-        """One optimiser step on the batches being read; returns the reading of the next ones."""
+    def _read(self, index: int) -> PackedBatch:
+        return self.plan.batch(index).to(self.device)
+
+    def _one_step(self, reader: Reader) -> None:
         cfg, window = self.cfg, self._window
         steps, rate = cfg.unroll_steps(self.step), lr_at(self.step, cfg)
-        with window.phase("data"):
-            batches: list[PackedBatch] = ahead.result()
-            next_cursor = self.cursor + cfg.accumulation * world_size()
-            following = (
-                reader.submit(self._read, next_cursor) if self.step + 1 < cfg.max_steps else ahead
-            )
-            own = torch.stack(
-                [self.objective.weights(batch, steps).sum() for batch in batches]
-            ).sum()
-            num_tokens = torch.tensor(
-                float(sum(batch.tokens.numel() for batch in batches)), device=self.device
-            )
-            weight, read = sum_over_ranks(torch.stack([own, num_tokens]).double()).tolist()
+        with window.phase("wait"):
+            batches = [reader.next() for _ in range(cfg.accumulation)]
+        with window.phase("weigh"):
+            own = torch.stack([self.objective.weights(batch, steps).sum() for batch in batches])
+            read = own.new_tensor(float(sum(batch.tokens.numel() for batch in batches)))
+            totals = torch.stack([own.sum(), read, (own == 0).sum()]).double()
+            weight, num_tokens, unsupervised = sum_over_ranks(totals).tolist()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks and accumulation; undo both, then divide by what was
@@ -200,10 +204,11 @@ class Trainer:
         window.norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
         if not math.isfinite(window.norm):
             self._refuse("gradient norm", batches)
-        window.tokens += int(read)
-        self.tokens += int(read)
-        self.cursor, self.step = next_cursor, self.step + 1
-        return following
+        window.tokens += int(num_tokens)
+        window.unsupervised += int(unsupervised)
+        self.tokens += int(num_tokens)
+        self.cursor += cfg.accumulation * world_size()
+        self.step += 1
 
     def _check_losses(self, losses: list[Tensor], batches: list[PackedBatch]) -> None:
         """Refuse before the optimiser steps; every rank learns of it, so none waits for one that
@@ -242,7 +247,23 @@ class Trainer:
         self._window.restart()
         if rank() == 0:
             self._write(record)
+            self._tell_of_waiting(record)
         return record
+
+    def _tell_of_waiting(self, record: dict[str, Any]) -> None:
+        """Warn once where data comes too slowly; a moment's waiting says nothing."""
+        share = record["wait_share"]
+        seconds = sum(record["seconds"].values())
+        if self._told_of_waiting or share <= _WAIT_SHARE or share * seconds < _WAIT_SECONDS:
+            return
+        self._told_of_waiting = True
+        warnings.warn(
+            f"{share:.0%} of the time before step {self.step} was waiting for data: raise "
+            f"train.prefetch={self.cfg.prefetch} where reading is uneven; where it is too slow "
+            "throughout, put the cache on a local disk, or with data.source=online give the "
+            "target more ranks (data.online.target_ranks) or dump a cache",
+            stacklevel=3,
+        )
 
     def _write(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)

@@ -8,11 +8,58 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the processes of a launch do.
+
+    Attributes:
+        rank: of this process in the launch. trainers, servers: how many train, and how many run
+            the target for them; trainers come first. server: this one's number among the servers,
+            None where it trains. master: host of the launch's rendezvous.
+    """
+
+    rank: int
+    trainers: int
+    servers: int
+    server: int | None
+    master: str
+
+
+def set_apart(servers: int) -> Roles:
+    """Take the last `servers` processes of the launch out of the training group, which `start`
+    forms afterwards from the others.
+
+    Raises:
+        ValueError: not launched, or fewer trainers than servers (a server would idle).
+    """
+    number = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if not servers:
+        return Roles(number, world, 0, None, master)
+    if dist.is_initialized():
+        raise ValueError(
+            "data.online.target_ranks: the processes of this launch have their roles already; "
+            "launch each run of a sweep by itself"
+        )
+    trainers = world - servers
+    if trainers < servers:
+        raise ValueError(
+            f"data.online.target_ranks={servers} of {world} processes: at least as many must train "
+            f"as run the target; launch {2 * servers} or more (torchrun --nproc-per-node N)"
+        )
+    if number >= trainers:
+        return Roles(number, trainers, servers, number - trainers, master)
+    os.environ["WORLD_SIZE"] = str(trainers)
+    return Roles(number, trainers, servers, None, master)
 
 
 def start(device: torch.device) -> None:
@@ -88,4 +135,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum over all ranks, in place; the same on every rank."""
     if world_size() > 1:
         dist.all_reduce(values)
+    return values
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """The largest of each over all ranks, in place; the same on every rank."""
+    if world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
     return values

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..kernels.distill_loss import DistillStats
-from .ranks import sum_over_ranks
+from .ranks import largest_over_ranks, sum_over_ranks
 
-PHASES = ("data", "forward", "backward", "step")
+PHASES = ("wait", "weigh", "forward", "backward", "step")
+"""wait: for batches that are not read yet. weigh: count what is supervised, over all ranks."""
 SUMS = ("weight", "rows", "loss", "cross", "kl", "acceptance", "agreement", "outside")
 
 
@@ -29,6 +30,7 @@ class Window:
         self.sums = torch.zeros(len(SUMS), self.steps, dtype=torch.float64, device=self.device)
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.tokens = 0
+        self.unsupervised = 0
         self.began = time.perf_counter()
 
     def forget_time(self) -> None:
@@ -47,11 +49,21 @@ class Window:
         part = torch.stack([getattr(stats, name).double() for name in SUMS])
         self.sums[:, : part.shape[1]] += part
 
+    def elapsed(self) -> float:
+        """Seconds of the window, without validation and checkpoints."""
+        return max(time.perf_counter() - self.began, 1e-9)
+
+    def wait_share(self, elapsed: float) -> float:
+        """Share of the time that the rank which waited longest had no batch; others lose the same
+        in `weigh`, where they meet it. All ranks must call it."""
+        waited = torch.tensor(self.seconds["wait"], dtype=torch.float64, device=self.device)
+        return float(largest_over_ranks(waited)) / elapsed
+
     def summary(self) -> dict[str, Any]:
         """Figures over all ranks; lists are per unroll step. All ranks must call it."""
         sums = dict(zip(SUMS, sum_over_ranks(self.sums).cpu(), strict=True))
         rows = sums["rows"].clamp(min=1)
-        elapsed = max(time.perf_counter() - self.began, 1e-9)
+        elapsed = self.elapsed()
         weight = sums["weight"].sum().clamp(min=1e-30)
         outside = {}
         if bool(sums["outside"].any()):  # measured, see train.loss.measure_outside
@@ -67,5 +79,7 @@ class Window:
             "tokens": self.tokens,
             "supervised": int(sums["rows"][0]),
             "tokens_per_second": self.tokens / elapsed,
+            "unsupervised_batches": self.unsupervised,
+            "wait_share": round(self.wait_share(elapsed), 4),
             "seconds": {name: round(value, 4) for name, value in self.seconds.items()},
         }

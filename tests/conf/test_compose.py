@@ -99,3 +99,17 @@ def test_every_option_says_what_it_means() -> None:
     """The help is the strings under the fields, so a field without one has no help."""
     unexplained = [key for key, meaning in options().items() if not meaning]
     assert set(unexplained) <= {"head.kind", "tracker.project"}
+
+
+def test_settings_of_the_live_target_without_it_are_told() -> None:
+    """data.online.* does nothing for a cache: said, not silent; the source is one of two."""
+    with pytest.warns(
+        UserWarning, match=r"data\.online\.\* is ignored: states come from the cache"
+    ):
+        to_config(composed(["data.online.target_ranks=1"]))
+    chosen = to_config(composed(["data.source=online", "data.online.target_ranks=1"]))
+    assert chosen.data.online.target_ranks == 1
+    with pytest.raises(ValueError, match="data.source=disk is not known"):
+        to_config(composed(["data.source=disk"]))
+    with pytest.raises(ValueError, match="target_ranks=-1: must not be negative"):
+        to_config(composed(["data.source=online", "data.online.target_ranks=-1"]))

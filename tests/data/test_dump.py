@@ -379,7 +379,7 @@ def test_cache_and_online_feed_the_same_batches(
         assert torch.equal(stored.starts, live.starts)
         assert stored.row_ids == live.row_ids
         assert online.supervised(index, 4) == cached.supervised(index, 4)
-        torch.testing.assert_close(stored.hidden.float(), live.hidden, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(stored.hidden, live.hidden, rtol=1e-2, atol=1e-2)
 
 
 def test_online_states_are_checked(toy_rows: Rows, toy_folder: Path) -> None:

@@ -167,12 +167,14 @@ def test_the_trunk_stays_as_it_was_and_out_of_every_file(
     assert 12 * numbers < written < 12 * numbers + 4 * trunk.embedding.numel()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2, 7])
 def test_the_learning_rate_at_resume_is_that_of_the_step(
-    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, prefetch: int
 ) -> None:
     """Stopped at 4 of 8 and taken up by a new trainer: every line's rate is lr_at of its step,
-    weights are those of the undisturbed run, Adam's moments included (77, 78)."""
-    options = {"max_steps": 8, "warmup_steps": 3, "checkpoint_every": 2}
+    weights are those of the undisturbed run, Adam's moments included (77, 78); whatever was read
+    ahead and not trained is read again."""
+    options = {"max_steps": 8, "warmup_steps": 3, "checkpoint_every": 2, "prefetch": prefetch}
     whole = toy.make_head(target)
     _trainer(trunk, whole, toy.NoisePlan(), tmp_path / "whole", **options).run()
 
@@ -249,7 +251,7 @@ def test_metrics_lines_hold_what_is_promised(
         ("validation", 3),
     ]
     for record in (r for r in records if r["kind"] == "train"):
-        assert set(record["seconds"]) == {"data", "forward", "backward", "step"}
+        assert set(record["seconds"]) == {"wait", "weigh", "forward", "backward", "step"}
         assert record["tokens_per_second"] > 0 and record["supervised"] > 0
         for name in ("agreement", "kl", "expected_acceptance"):
             assert len(record[name]) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,3 +157,13 @@ def test_nothing_to_measure_is_refused(trunk: Trunk, target: Path, toy: ModuleTy
     batch.supervised.zero_()
     with pytest.raises(ValueError, match="no held-out row is supervised"):
         Validator(objective, [batch])(toy.make_head(target))
+
+
+def test_states_of_a_cache_validate_an_fp32_run(trunk: Trunk, toy: ModuleType) -> None:
+    """A trunk in fp32 takes bf16 states, and gives the figures of the same states in fp32."""
+    batch = toy.packed([toy.random_row(1, 40)])
+    rounded = dataclasses.replace(batch, hidden=batch.hidden.bfloat16())
+    widened = dataclasses.replace(batch, hidden=batch.hidden.bfloat16().float())
+    objective = Objective(trunk, [1.0] * STEPS, dtype=torch.float32)
+    figures = [Validator(objective, [one])(_Noisy(0.1)) for one in (rounded, widened)]
+    assert figures[0] == figures[1]

@@ -1,0 +1,53 @@
+"""Which processes of a launch train."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from draftsmith.train.ranks import set_apart
+
+
+@pytest.fixture(autouse=True)
+def before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles are given before the group is formed; other tests of this process have formed one."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("rank", "server", "world"), [(0, None, "3"), (2, None, "3"), (3, 0, "5"), (4, 1, "5")]
+)
+def test_the_last_ranks_run_the_target(
+    monkeypatch: pytest.MonkeyPatch, rank: int, server: int | None, world: str
+) -> None:
+    """Of five processes with two target ranks three form the group; the others join none."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    roles = set_apart(2)
+    assert (roles.rank, roles.trainers, roles.servers) == (rank, 3, 2)
+    assert roles.server == server and os.environ["WORLD_SIZE"] == world
+
+
+def test_without_target_ranks_all_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch stays as it is."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert set_apart(0).server is None and os.environ["WORLD_SIZE"] == "2"
+
+
+def test_launches_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher, more target ranks than trainers, a second run in one launch: each says what to
+    do."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="target_ranks=1 of 1 processes: .* launch 2 or more"):
+        set_apart(1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="target_ranks=2 of 3 processes: .* launch 4 or more"):
+        set_apart(2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="launch each run of a sweep by itself"):
+        set_apart(1)
