@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..data.dump import DumpConfig
+from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
 from ..models.heads import HeadConfig
@@ -24,6 +25,13 @@ class DataConfig:
 
     rows: RowsConfig
     dump: DumpConfig
+    answers: str = "found"
+    """Which answers dump, train and the report take: found (those of the source, as prepared) or
+    regenerated (the target's own)."""
+
+    def __post_init__(self) -> None:
+        if self.answers not in ("found", "regenerated"):
+            raise ValueError(f"data.answers={self.answers!r}: choose found or regenerated")
 
 
 @dataclass(frozen=True)
@@ -167,19 +175,20 @@ class Config:
     """One run: everything below `work`, and the settings that made it."""
 
     work: str = "work/default"
-    """Folder of the run's artifacts: rows/, cache/, train/, export/, report.*"""
+    """Folder of the run's artifacts: rows*/, cache*/, train/, export/, report.*"""
     inputs: str | None = None
     """Another run's work folder, whose rows and caches are used instead of this one's (sweeps,
     ablations)."""
     overwrite: bool = False
-    """Replace a finished cache or a training run of other settings below `work`, instead of
-    refusing."""
+    """Replace finished answers, a finished cache or a training run of other settings below `work`,
+    instead of refusing."""
     target: TargetConfig
     head: HeadConfig
     data: DataConfig
     train: TrainConfig
     engine: EngineConfig
     tracker: TrackerConfig
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

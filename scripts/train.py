@@ -68,7 +68,7 @@ def train(config: Config, invocation: Invocation) -> None:
     folder = prepare_folder(config.target)
     target_config = AutoConfig.from_pretrained(folder)
     marks = fingerprint(folder)
-    rows = Rows.open(artifacts.rows)
+    rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
     expect = {**marks, "boundaries": (int(target_config.num_hidden_layers),)}
     cache = Cache.open(artifacts.cache, {**expect, "rows_key": rows.key}, verify=rank() == 0)
@@ -233,7 +233,7 @@ def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) ->
 def _held_out(config: Config, expect: dict[str, Any]) -> list[Any] | None:
     """Every held-out batch, or None where nothing is held out."""
     artifacts = Artifacts.of(config)
-    rows = Rows.open(artifacts.rows, "heldout")
+    rows = Rows.open(artifacts.learned, "heldout")
     if not len(rows):
         return None
     cache = Cache.open(
@@ -280,14 +280,24 @@ VERB = Verb(
     name="train",
     task=run,
     reads=(
-        "WORK/rows, WORK/cache, WORK/cache-heldout and the target's embedding, final norm and "
+        "WORK/rows, WORK/cache, WORK/cache-heldout (*-regenerated* with "
+        "data.answers=regenerated) and the target's embedding, final norm and "
         "lm_head; with validate.engine the whole target"
     ),
     writes=(
         "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, run.json, "
         "provenance.json"
     ),
-    sections=("work", "inputs", "overwrite", "head", "train", "validate", "tracker"),
+    sections=(
+        "work",
+        "inputs",
+        "overwrite",
+        "data.answers",
+        "head",
+        "train",
+        "validate",
+        "tracker",
+    ),
     examples=(
         "draftsmith train",
         "draftsmith train train.max_steps=3000 train.draft_vocab_size=8192 tracker=wandb-offline",
