@@ -58,7 +58,8 @@ class RegenerateConfig:
     max_tokens: int | None = None
     """Only the first training rows, up to so many tokens as prepared."""
     drafter: str = "none"
-    """none, ngram (prompt look-up) or mtp (a head): the same answers, sooner."""
+    """none, ngram (prompt look-up) or mtp (a head): the same answers, sooner where drafts are
+    good."""
     head: str | None = None
     """Native head folder for mtp; null takes the one that this run trained."""
     save_seconds: float = 10.0
@@ -144,7 +145,7 @@ def regenerate(
     counts = {split: len(rows) for split, rows in splits.items()}
     counts["train"] = _first(splits["train"].lengths, config)
     work = Work(splits, counts, target, limit)
-    missing = work.missing(store)
+    missing, resumed = work.missing(store)
     try:
         generated = _answer(missing, work, store, config, Engine(target, engine, drafter), progress)
     except KeyboardInterrupt:
@@ -153,6 +154,9 @@ def regenerate(
             f"regenerate stopped: the answers of finished rows are in {out}; the same command goes "
             "on there"
         ) from None
+    except ValueError:  # a request that the engine's pool cannot hold, for one
+        store.flush()
+        raise
     store.gather()
     manifest, ledger = write_rows(
         work.answered(store),
@@ -166,7 +170,6 @@ def regenerate(
             "config": {**splits["train"].manifest["config"], "regenerate": asdict(config)},
         },
     )
-    resumed = sum(counts.values()) - len(missing)
     return Regenerated(out, manifest, ledger, False, resumed, generated, tuple(store.messages))
 
 
@@ -194,18 +197,22 @@ class Work:
             chain.answers = [answer.tolist() for answer in store[row_key(chain.row)]]
             yield split, chain
 
-    def missing(self, store: AnswerStore) -> dict[str, tuple[str, int, int]]:
-        """Key -> (split, index, number of answers) of the rows that the store lacks.
+    def missing(self, store: AnswerStore) -> tuple[dict[str, tuple[str, int, int]], int]:
+        """Key -> (split, index, number of answers) of the rows that the store lacks, and how many
+        rows it has.
 
         Equal rows have one key, one prompt and one seed, hence one answer.
         """
-        found = {}
+        missing: dict[str, tuple[str, int, int]] = {}
+        present = 0
         for split, index in self.rows():
             chain = self.chain(split, index)
             key = row_key(chain.row)
-            if key not in store:
-                found.setdefault(key, (split, index, len(chain.spans)))
-        return found
+            if key in store:
+                present += 1
+            else:
+                missing.setdefault(key, (split, index, len(chain.spans)))
+        return missing, present
 
 
 def _limit(rows: Rows, target: Target) -> int:

@@ -462,6 +462,15 @@ def test_equal_rows_are_answered_once(make: Make, prepared: Path, tmp_path: Path
     assert done.generated == make("b", max_rows=1).generated
 
 
+def test_a_row_that_the_pool_cannot_hold_is_named(make: Make, greedy: Regenerated) -> None:
+    """With the remedy; what was answered before it is kept."""
+    last = [answer_spans(row.supervised)[-1][0] for row in rows(greedy.folder)]
+    tight = EngineConfig(0, 1, page_size=1, pool_tokens=max(last) + 24 - 1)
+    with pytest.raises(ValueError, match="request 'row chat-.*raise engine.pool_tokens"):
+        make(engine=tight, save_seconds=1e6)
+    assert make().resumed > 0
+
+
 def test_progress_counts_tokens_and_foresees_them(make: Make) -> None:
     """It ends where it said it would."""
     seen: list[tuple[int, int | None]] = []
