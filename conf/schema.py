@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..data.dump import DumpConfig
 from ..data.online import OnlineConfig
+from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
 from ..models.heads import HeadConfig
@@ -27,6 +28,9 @@ class DataConfig:
 
     rows: RowsConfig
     dump: DumpConfig
+    answers: Literal["found", "regenerated"] = "found"
+    """Which answers dump, train and the report take: found (those of the source, as prepared) or
+    regenerated (the target's own)."""
     source: Literal["cache", "online"] = "cache"
     """What `train` reads: cache (the states that `dump` wrote) or online (the target makes them
     while training; needs the rows alone)."""
@@ -182,19 +186,20 @@ class Config:
     """One run: everything below `work`, and the settings that made it."""
 
     work: str = "work/default"
-    """Folder of the run's artifacts: rows/, cache/, train/, export/, report.*"""
+    """Folder of the run's artifacts: rows*/, cache*/, train/, export/, report.*"""
     inputs: str | None = None
     """Another run's work folder, whose rows and caches are used instead of this one's (sweeps,
     ablations)."""
     overwrite: bool = False
-    """Replace a finished cache or a training run of other settings below `work`, instead of
-    refusing."""
+    """Replace finished answers, a finished cache or a training run of other settings below `work`,
+    instead of refusing."""
     target: TargetConfig
     head: HeadConfig
     data: DataConfig
     train: TrainConfig
     engine: EngineConfig
     tracker: TrackerConfig
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

@@ -49,6 +49,10 @@ class SamplingParams:
     """Keep the smallest set of tokens whose mass reaches p; 1 = all."""
     seed: int = 0
     ignore_eos: bool = False
+    coupled: bool = False
+    """Keep a draft only where it equals the token that plain decoding would draw: one seed gives
+    one text, whoever drafts and whatever runs beside it, at fewer tokens per step than rejection
+    sampling."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -64,3 +68,8 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether a head draws its drafts; else it takes its likeliest token."""
+        return not self.greedy and not self.coupled

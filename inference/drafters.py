@@ -160,7 +160,7 @@ class HeadDrafter:
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
         """See `Drafter`. Drafts are drawn from the head at T > 0 and their law recorded; argmax at
-        T = 0."""
+        T = 0 and for coupled requests."""
         chains: list[list[int]] = [[] for _ in sequences]
         laws: list[list[Tensor]] = [[] for _ in sequences]
         active = [index for index, count in enumerate(counts) if count]
@@ -197,7 +197,7 @@ class HeadDrafter:
         return self.function(self.trunk.embed(tokens), hidden, batch.positions, context)
 
     def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        if sequence.params.greedy:
+        if not sequence.params.draws_drafts:
             index = int(best)
         else:
             wide = logits if logits.dtype == torch.float64 else logits.float()

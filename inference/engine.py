@@ -231,12 +231,20 @@ class Engine:
                 following.append(int(decided[first + count]))
                 if last - first == 1:
                     sequence.leads.append(_lead(logits[first], following[-1]))
+                continue
+            law = probabilities(logits[first:last], sequence.params)
+            drafts = proposals[index].tokens
+            if sequence.params.coupled:
+                # One draw for each token of the answer, as in plain decoding.
+                foreseen = zip(law, sequence.foreseen(last - first), strict=True)
+                drawn = [draw(row, uniform) for row, uniform in foreseen]
+                count = next((i for i, t in enumerate(drafts) if t != drawn[i]), len(drafts))
+                sequence.uniforms(count + 1)
+                kept.append(count)
+                following.append(drawn[count])
             else:
-                law = probabilities(logits[first:last], sequence.params)
                 uniforms = sequence.uniforms(last - first)
-                count, token = accept_sampled(
-                    proposals[index].tokens, proposals[index].law, law, uniforms
-                )
+                count, token = accept_sampled(drafts, proposals[index].law, law, uniforms)
                 kept.append(count)
                 following.append(token)
         return kept, following

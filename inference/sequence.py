@@ -77,6 +77,13 @@ class Sequence:
         text."""
         return torch.rand(count, generator=self.generator, dtype=torch.float64).tolist()
 
+    def foreseen(self, count: int) -> list[float]:
+        """The draws that `uniforms` will give next, without taking them."""
+        state = self.generator.get_state()
+        draws = self.uniforms(count)
+        self.generator.set_state(state)
+        return draws
+
     def extend(self, tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
         """Append newly decided tokens, cut at an end token or the length limit; returns what was
         kept."""

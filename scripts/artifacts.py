@@ -11,30 +11,41 @@ from ..conf.schema import Config
 @dataclass(frozen=True)
 class Artifacts:
     """The paths of a run: `work` holds what it makes, `inputs` its rows and caches (the same
-    folder, mostly)."""
+    folder, mostly), `answers` says which of them are learned from (`data.answers`)."""
 
     work: Path
     inputs: Path
+    answers: str = "found"
 
     @classmethod
     def of(cls, config: Config) -> Artifacts:
         """Those of a configuration."""
-        return cls(Path(config.work), Path(config.inputs or config.work))
+        return cls(Path(config.work), Path(config.inputs or config.work), config.data.answers)
 
     @property
     def rows(self) -> Path:
-        """Token rows, their ledger and manifest."""
+        """Token rows as prepared, their ledger and manifest; held-out prompts come from here."""
         return self.inputs / "rows"
 
     @property
+    def regenerated(self) -> Path:
+        """The same rows with the target's own answers."""
+        return self.inputs / "rows-regenerated"
+
+    @property
+    def learned(self) -> Path:
+        """The rows that states are dumped of and a head learns from."""
+        return self.rows if self.answers == "found" else self.regenerated
+
+    @property
     def cache(self) -> Path:
-        """The target's hidden states."""
-        return self.inputs / "cache"
+        """The target's hidden states over the learned rows."""
+        return self.inputs / ("cache" if self.answers == "found" else "cache-regenerated")
 
     @property
     def heldout_cache(self) -> Path:
         """The same of the held-out rows, which validation reads."""
-        return self.inputs / "cache-heldout"
+        return self.cache.with_name(f"{self.cache.name}-heldout")
 
     @property
     def train(self) -> Path:

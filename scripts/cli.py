@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 VERBS = {
     "prepare": "conversations -> token rows, loss mask and a ledger of what was dropped and why",
+    "regenerate": "token rows -> the same conversations, answered by the target itself",
     "dump": "token rows -> the target's hidden states, in a sharded cache",
     "train": "cache -> head, with its acceptance measured in the engine while training",
     "evaluate": "head + prompts -> acceptance report (JSON, Markdown, HTML, plots)",

@@ -32,7 +32,7 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     settings = config.data.dump
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
     done = [_cache(settings, "train", artifacts.cache, target, config, invocation)]
-    if len(Rows.open(artifacts.rows, "heldout")):
+    if len(Rows.open(artifacts.learned, "heldout")):
         # Held-out rows are few, and all of them are wanted.
         whole = dataclasses.replace(settings, max_tokens=None)
         done.append(_cache(whole, "heldout", artifacts.heldout_cache, target, config, invocation))
@@ -47,7 +47,7 @@ def _cache(
     config: Config,
     invocation: Invocation,
 ) -> Dumped:
-    rows = Rows.open(Artifacts.of(config).rows, split)
+    rows = Rows.open(Artifacts.of(config).learned, split)
     start = time.perf_counter()
     with progress(invocation.console, out.name, "tokens") as report:
         done = dump(settings, rows, target, out, report)
@@ -78,12 +78,12 @@ def _cache(
 VERB = Verb(
     name="dump",
     task=run,
-    reads="WORK/rows and the target",
+    reads="WORK/rows (WORK/rows-regenerated with data.answers=regenerated) and the target",
     writes=(
-        "WORK/cache and WORK/cache-heldout: shard-*.safetensors, index.parquet, manifest.json, "
-        "provenance.json"
+        "WORK/cache and WORK/cache-heldout (cache-regenerated*): shard-*.safetensors, "
+        "index.parquet, manifest.json, provenance.json"
     ),
-    sections=("work", "overwrite", "target", "data.dump"),
+    sections=("work", "overwrite", "target", "data.answers", "data.dump"),
     examples=(
         "draftsmith dump",
         "draftsmith dump work=work/mine data.dump.max_tokens=2000000",

@@ -238,9 +238,11 @@ def _about_head(loaded: LoadedHead | None, config: Config) -> dict[str, Any]:
 
 def _about_data(artifacts: Artifacts) -> dict[str, Any]:
     about: dict[str, Any] = {}
-    if (artifacts.rows / "ledger.json").exists():
-        ledger = read_json(artifacts.rows / "ledger.json")
+    if (artifacts.learned / "ledger.json").exists():
+        ledger = read_json(artifacts.learned / "ledger.json")
         about |= {name: ledger[name] for name in ("records", "tokens")}
+        tokens = ledger["tokens"]
+        about["on_policy_share"] = tokens.get("on_policy", 0) / max(tokens["supervised"], 1)
     if (artifacts.cache / "manifest.json").exists():
         manifest = read_json(artifacts.cache / "manifest.json")
         about["cache"] = {
@@ -271,7 +273,7 @@ VERB = Verb(
         "WORK/train/metrics.jsonl"
     ),
     writes="WORK/report.json, report.md, report.html, *.png, provenance.json",
-    sections=("work", "inputs", "evaluate", "engine", "target.dtype"),
+    sections=("work", "inputs", "data.answers", "evaluate", "engine", "target.dtype"),
     examples=(
         "draftsmith evaluate",
         "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",

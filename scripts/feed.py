@@ -68,7 +68,7 @@ class CacheFeed:
         return self._cache
 
     def heldout(self) -> RowSource | None:
-        rows = Rows.open(self._artifacts.rows, "heldout")
+        rows = Rows.open(self._artifacts.learned, "heldout")
         if not len(rows):
             return None
         expect = {**self._expect, "rows_key": rows.key}
@@ -111,7 +111,7 @@ class OnlineFeed:
         return self._source(self._rows)
 
     def heldout(self) -> RowSource | None:
-        rows = Rows.open(Artifacts.of(self._config).rows, "heldout")
+        rows = Rows.open(Artifacts.of(self._config).learned, "heldout")
         return self._source(rows) if len(rows) else None
 
     def close(self) -> None:

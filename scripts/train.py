@@ -82,7 +82,7 @@ def train(config: Config, invocation: Invocation) -> None:
     client = connect(config, roles)
     target_config = AutoConfig.from_pretrained(folder)
     marks = fingerprint(folder)
-    rows = Rows.open(artifacts.rows)
+    rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
     boundaries = (int(target_config.num_hidden_layers),)
     feed: Feed = (
@@ -316,9 +316,9 @@ VERB = Verb(
     name="train",
     task=run,
     reads=(
-        "WORK/rows, WORK/cache, WORK/cache-heldout and the target's embedding, final norm and "
-        "lm_head; with validate.engine or data.source=online the whole target, and with the latter "
-        "no cache"
+        "WORK/rows, WORK/cache, WORK/cache-heldout (*-regenerated* with "
+        "data.answers=regenerated) and the target's embedding, final norm and lm_head; with "
+        "validate.engine or data.source=online the whole target, and with the latter no cache"
     ),
     writes=(
         "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, run.json, "
@@ -328,6 +328,7 @@ VERB = Verb(
         "work",
         "inputs",
         "overwrite",
+        "data.answers",
         "data.source",
         "data.online",
         "head",

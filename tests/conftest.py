@@ -4,6 +4,7 @@ target."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,28 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def talking_folder(
+    tiny_llama_folder: Callable[..., Path],
+    smollm2_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A random Llama of two layers with SmolLM2's tokenizer and template, whose end-of-turn logit
+    swings so widely that an answer ends after some tokens."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("talking") / "target"
+    shutil.copytree(
+        tiny_llama_folder(vocab_size=49152, num_hidden_layers=2, hidden_size=32, seed=1), folder
+    )
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][2] *= 5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2_folder / name, folder / name)
+    return folder
 
 
 @pytest.fixture

@@ -191,6 +191,33 @@ def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(
     assert together != texts(PROMPTS, 8)
 
 
+@pytest.mark.parametrize("drafter", ["head", "reduced head", "ngram", "right", "wrong"])
+def test_coupled_requests_say_what_plain_decoding_draws(target, head: MTPHead, drafter: str):
+    """One seed, one text, whoever drafts, whatever runs beside it, however many drafts are kept."""
+    params = [
+        SamplingParams(16, temperature=0.8, top_k=40, seed=n, ignore_eos=True, coupled=True)
+        for n in range(len(PROMPTS))
+    ]
+    plain = []
+    for prompt, each in zip(PROMPTS, params, strict=True):
+        plain.append(Engine(target, config(draft_tokens=0)).run([prompt], each)[0].output)
+    said = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)}
+    drafting = {
+        "head": HeadDrafter(head, None),
+        "reduced head": HeadDrafter(head, torch.arange(0, 512, 3)),
+        "ngram": NgramDrafter(),
+        "right": ScriptedDrafter(Script(said, [3, 1, 2], target.vocab_size)),
+        "wrong": ScriptedDrafter(Script(said, [0], target.vocab_size)),
+    }[drafter]
+    engine = Engine(target, config(max_step_tokens=7), drafting)
+    sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    while not engine.scheduler.idle:
+        engine.step()
+    assert [sequence.output for sequence in sequences] == plain
+    kept = engine.metrics.num_accepted_tokens
+    assert {"right": kept > 10, "wrong": kept == 0}.get(drafter, True)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("drafter", ["head", "reduced head", "ngram"])
 def test_sampled_output_has_the_targets_law(

@@ -1,0 +1,139 @@
+"""Answers on disk by the row they belong to: what a killed run has made is there for the next one.
+
+A row's key is the hash of its ids and its mask, so re-ordered or added rows find their answers
+whatever their place. A running command writes `answers-NNNNN.parquet` parts; a finished one gathers
+them in `answers.parquet`, from which a later run over more rows goes on. Every file carries the
+settings that its answers were made with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..models.files import atomic_write_bytes
+from .rowfile import Row
+
+Answers = tuple[np.ndarray, ...]
+"""The answers of one row in order, each [n] int32, its end id included."""
+_SCHEMA = pa.schema(
+    [pa.field("key", pa.string()), pa.field("answers", pa.list_(pa.list_(pa.int32())))]
+)
+
+
+def row_key(row: Row) -> str:
+    """Hex SHA-256 of a row's ids (little-endian int32) and its mask."""
+    digest = hashlib.sha256(np.ascontiguousarray(row.tokens, "<i4").tobytes())
+    digest.update(np.packbits(row.supervised).tobytes())
+    return digest.hexdigest()
+
+
+class AnswerStore:
+    """The answers in a folder, all of them in memory (four bytes a token).
+
+    Args:
+        settings: JSON values that determine an answer; files made with others are removed.
+        seconds: new answers are written once this much time has passed since the last part.
+    Attributes:
+        messages: what was removed and why, for the user.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], seconds: float) -> None:
+        self.folder = folder
+        self.messages: list[str] = []
+        self._settings = json.loads(json.dumps(settings))
+        self._seconds = seconds
+        self._found: dict[str, Answers] = {}
+        self._new: list[str] = []
+        self._written = time.monotonic()
+        self._parts = 0
+        for path in sorted(folder.glob("answers*.parquet")):
+            self._read(path)
+            if path.stem != "answers":
+                self._parts = max(self._parts, int(path.stem.removeprefix("answers-")) + 1)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: str) -> Answers:
+        return self._found[key]
+
+    def add(self, key: str, answers: list[list[int]]) -> None:
+        """Keep a row's answers, and write a part when it is time."""
+        self._found[key] = tuple(np.array(answer, np.int32) for answer in answers)
+        self._new.append(key)
+        if time.monotonic() - self._written >= self._seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is new as a part."""
+        self._written = time.monotonic()
+        if self._new:
+            self._write(self.folder / f"answers-{self._parts:05d}.parquet", self._new)
+            self._parts += 1
+            self._new = []
+
+    def gather(self) -> None:
+        """One file instead of the parts."""
+        parts = sorted(self.folder.glob("answers-*.parquet"))
+        if parts or self._new:
+            self._write(self.folder / "answers.parquet", sorted(self._found))
+            self._new, self._parts = [], 0
+            for path in parts:
+                path.unlink()
+
+    def _read(self, path: Path) -> None:
+        try:
+            table = pq.read_table(path).combine_chunks()
+            settings = json.loads((table.schema.metadata or {})[b"settings"])
+            if table.schema.names != _SCHEMA.names:
+                raise KeyError("columns")
+        except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+            self._remove(path, f"it cannot be read ({error})")
+            return
+        changed = [
+            f"{name} {settings.get(name)!r} -> {self._settings.get(name)!r}"
+            for name in sorted({*settings, *self._settings})
+            if settings.get(name) != self._settings.get(name)
+        ]
+        if changed:
+            self._remove(path, ", ".join(changed))
+        elif table.num_rows:
+            rows = table["answers"].chunk(0)
+            flat = rows.values.values.to_numpy()
+            borders, first = rows.values.offsets.to_numpy(), rows.offsets.to_numpy()
+            for place, key in enumerate(table["key"].to_pylist()):
+                spans = range(first[place], first[place + 1])
+                self._found[key] = tuple(flat[borders[n] : borders[n + 1]] for n in spans)
+
+    def _remove(self, path: Path, reason: str) -> None:
+        """Parts of one earlier run share their reason; it is told once."""
+        path.unlink()
+        message = f"earlier answers are made anew: {reason}"
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def _write(self, path: Path, keys: list[str]) -> None:
+        answers = [answer for key in keys for answer in self._found[key]]
+        counts = [len(self._found[key]) for key in keys]
+        inner = pa.ListArray.from_arrays(
+            _borders([len(answer) for answer in answers]),
+            pa.array(np.concatenate([np.empty(0, np.int32), *answers]), pa.int32()),
+        )
+        outer = pa.ListArray.from_arrays(_borders(counts), inner)
+        schema = _SCHEMA.with_metadata({"settings": json.dumps(self._settings)})
+        table = pa.Table.from_arrays([pa.array(keys, pa.string()), outer], schema=schema)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        atomic_write_bytes(path, sink.getvalue().to_pybytes())
+
+
+def _borders(lengths: list[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]).astype(np.int32))

@@ -1,0 +1,33 @@
+"""Where a run keeps what, by `data.answers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.conf.compose import composed, to_config
+from draftsmith.scripts.artifacts import Artifacts
+
+
+def names(*overrides: str) -> list[str]:
+    """The folders that a head is trained from."""
+    found = Artifacts.of(to_config(composed(["work=w", "inputs=i", *overrides])))
+    assert found.rows == Path("i/rows") and found.regenerated == Path("i/rows-regenerated")
+    return [path.as_posix() for path in (found.learned, found.cache, found.heldout_cache)]
+
+
+def test_answers_choose_rows_and_caches() -> None:
+    """Found and regenerated answers lie side by side; prompts come from the prepared rows."""
+    assert names() == ["i/rows", "i/cache", "i/cache-heldout"]
+    assert names("data.answers=regenerated") == [
+        "i/rows-regenerated",
+        "i/cache-regenerated",
+        "i/cache-regenerated-heldout",
+    ]
+
+
+def test_other_answers_are_refused() -> None:
+    """With the choices."""
+    with pytest.raises(ValueError, match="data.answers='new': choose found or regenerated"):
+        names("data.answers=new")
