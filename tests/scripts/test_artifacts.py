@@ -29,5 +29,5 @@ def test_answers_choose_rows_and_caches() -> None:
 
 def test_other_answers_are_refused() -> None:
     """With the choices."""
-    with pytest.raises(ValueError, match="data.answers='new': choose found or regenerated"):
+    with pytest.raises(ValueError, match="data.answers=new is not known"):
         names("data.answers=new")
