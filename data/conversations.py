@@ -172,9 +172,9 @@ def clean(
         schema: one of schemas.SCHEMAS, or "auto".
     Returns:
         the conversation, or `Dropped` with the reason not_an_object, no_turn_list, other_schema,
-        empty (no turns at all), no_answer (no assistant turn with text after a user turn), or, where
-        a policy says drop: leading_assistant, same_role, unknown_role, blank_turn, system_turn,
-        late_system.
+        empty (no turns at all), no_answer (no assistant turn with text after a user turn), or,
+        where a policy says drop: leading_assistant, same_role, unknown_role, blank_turn,
+        system_turn, late_system.
     """
     name = record_id(record, index)
     try:

@@ -4,7 +4,7 @@
 |---|---|
 | sharegpt | turns (`conversations`, `messages` or the record itself) with `from` and `value` |
 | openai | the same with `role` and `content`; `tools` beside them |
-| preference | `chosen` and `rejected`, as texts after a `prompt` or as turns: the chosen side is read |
+| preference | `chosen` and `rejected`, texts after a `prompt` or turns: the chosen side is read |
 | alpaca | `instruction` and `output`, with or without `input`, `system` and `history` |
 | prompt_response | one of PROMPTS and one of ANSWERS, each a text or a list of turns |
 | text | `text`: a document, or a conversation already rendered, taken as it stands |
