@@ -56,3 +56,7 @@ class CleaningConfig:
                 f"max_turn_characters={self.max_turn_characters}: must be 1 or more, or null for "
                 "any length"
             )
+
+
+DEFAULT = CleaningConfig()
+"""What is done where nobody says otherwise."""

@@ -37,7 +37,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .cleaning import CleaningConfig
+from .cleaning import DEFAULT, CleaningConfig
 from .html import strip_html
 from .schemas import RawRecord, Unreadable, as_list, read_record
 
@@ -159,7 +159,7 @@ def clean(
     record: Any,
     index: int,
     repairs: Counter[str],
-    cleaning: CleaningConfig = CleaningConfig(),  # noqa: B008 - frozen
+    cleaning: CleaningConfig = DEFAULT,
     schema: str = "auto",
 ) -> Conversation | Dropped:
     """Apply the rules above to one record.

@@ -8,17 +8,21 @@ from __future__ import annotations
 import html
 import re
 
-# a fence that is never closed reaches to the end
+# fences, one that is never closed reaching to the end, and what stands between equal backticks
 _CODE = re.compile(
-    r"^[ \t]*(`{3,}|~{3,}).*?(?:^[ \t]*\1|\Z)|(?P<tick>`+)[^`\n]+(?P=tick)", re.M | re.S
+    r"^[ \t]*(`{3,}|~{3,}).*?(?:^[ \t]*\1|\Z)|(?<!`)(?P<tick>`+)(?!`)[^\n]+?(?<!`)(?P=tick)(?!`)",
+    re.MULTILINE | re.DOTALL,
 )
-_TAG = re.compile(r"<(/?)(div|span|p|br)(?:\s[^<>`]*|/)?>", re.IGNORECASE)
+_NAMES = "(?:div|span|p|br)"
+_TAG = re.compile(rf"<(/?)({_NAMES})(?:\s[^<>`]*|/)?>", re.IGNORECASE)
+_REST_OF_TAG = re.compile(rf"/?{_NAMES}[\s/>&]", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,30});")
-_LIVE = re.compile(r"<(?=/?(?:div|span|p|br)[\s/>])", re.IGNORECASE)
 # on a web page the button stands between a block's language and its code
-_BUTTON_IN_FENCE = re.compile(r"^([ \t]*`{3,})[ \t]*\n?[ \t]*([\w+#.-]*)Copy code[ \t]*\n?", re.M)
-_BUTTON = re.compile(r"^[ \t]*Copy code[ \t]*(?:\n|\Z)", re.M)
-_COUNTER = re.compile(r"^[ \t]*\d{1,4} / \d{1,4}[ \t]*(?:\n|\Z)", re.M)
+_BUTTON_IN_FENCE = re.compile(
+    r"([ \t]*`{3,})[ \t]*([\w+#.-]*)[ \t]*\n?[ \t]*([\w+#.-]*?)Copy code[ \t]*\n?"
+)
+_BUTTON = re.compile(r"^[ \t]*Copy code[ \t]*(?:\n|\Z)", re.MULTILINE)
+_COUNTER = re.compile(r"^[ \t]*\d{1,4} / \d{1,4}[ \t]*(?:\n|\Z)", re.MULTILINE)
 
 
 def strip_html(text: str) -> str:
@@ -35,21 +39,31 @@ def strip_html(text: str) -> str:
 
 
 def _pass(text: str) -> str:
-    text = _BUTTON_IN_FENCE.sub(r"\1\2\n", text)
     parts, end = [], 0
     for code in _CODE.finditer(text):
-        parts += [_prose(text[end : code.start()]), code.group()]
+        block = code.group()
+        if button := _BUTTON_IN_FENCE.match(block):
+            fence, language, same = button.groups()
+            block = f"{fence}{language or same}\n{block[button.end() :]}"
+        parts += [_prose(text[end : code.start()]), block]
         end = code.end()
     return "".join([*parts, _prose(text[end:])])
 
 
 def _prose(text: str) -> str:
-    bare, found = _TAG.subn(_replacement, text)
+    bare, found = _TAG.subn(_line_end, text)
     if found:
-        bare = _LIVE.sub("&lt;", _ENTITY.sub(lambda match: html.unescape(match.group()), bare))
+        bare = _ENTITY.sub(_character, bare)
     return _COUNTER.sub("", _BUTTON.sub("", bare))
 
 
-def _replacement(tag: re.Match[str]) -> str:
+def _line_end(tag: re.Match[str]) -> str:
     closing, name = tag.groups()
     return "\n" if name.lower() == "br" or (closing and name.lower() in ("p", "div")) else ""
+
+
+def _character(entity: re.Match[str]) -> str:
+    character = html.unescape(entity.group())
+    if character == "<" and _REST_OF_TAG.match(entity.string, entity.end()):
+        return entity.group()
+    return character

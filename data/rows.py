@@ -24,7 +24,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..models.files import atomic_write_json, commit, content_hash, read_json, sha256_file
-from .cleaning import CleaningConfig
+from .cleaning import DEFAULT, CleaningConfig
 from .conversations import Conversation, Dropped, clean
 from .ledger import Ledger
 from .render import Rendered, Renderer
@@ -51,7 +51,7 @@ class RowsConfig:
     schema: str = "auto"
     """Form of the records: auto sees it from each, a name (sharegpt, openai, preference, alpaca,
     prompt_response, text) leaves out those of another form."""
-    cleaning: CleaningConfig = CleaningConfig()
+    cleaning: CleaningConfig = DEFAULT
     max_records: int | None = None
     """Read only the first so many records."""
     max_length: int = 2048

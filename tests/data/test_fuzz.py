@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data.cleaning import CleaningConfig
+from draftsmith.data.cleaning import DEFAULT, CleaningConfig
 from draftsmith.data.conversations import REMOVALS, Conversation, clean
 from draftsmith.data.schemas import SCHEMAS
 from draftsmith.data.sources import open_source
@@ -140,9 +140,7 @@ def mutated(data: bytes, mutations: list[tuple[str, float, bytes]]) -> bytes:
     return data
 
 
-def account(
-    records: Any, cleaning: CleaningConfig = CleaningConfig(), schema: str = "auto"
-) -> list[Any]:
+def account(records: Any, cleaning: CleaningConfig = DEFAULT, schema: str = "auto") -> list[Any]:
     """Cleans (index, record) pairs and holds the counts and the form of every conversation to what
     is promised; gives the records."""
     repairs: Counter[str] = Counter()

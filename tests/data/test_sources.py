@@ -63,13 +63,6 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         read(path)
 
 
-def test_list_of_lists(tmp_path: Path) -> None:
-    """A list of bare turn lists is read as it is (case 56)."""
-    path = tmp_path / "x.json"
-    path.write_text('[[{"from": "human", "value": "a"}], []]')
-    assert read(path) == [[{"from": "human", "value": "a"}], []]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
