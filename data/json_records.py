@@ -61,7 +61,9 @@ class JsonRecords:
                 first = self._peek()
             if first == "":
                 if self._bad:
-                    raise ValueError(self._fault(self._bad, "save the file as UTF-8"))
+                    foreign = self._stream.foreign
+                    remedy = "save the file as UTF-8" if foreign else "get a whole file"
+                    raise ValueError(self._fault(self._bad, remedy))
                 raise ValueError(f"{self.path}: the file is empty; give a file of conversations")
             if first == "[":
                 yield from self._list()
