@@ -171,8 +171,9 @@ def _side(value: Any, role: str) -> list[Any]:
 
 
 def _system(record: dict[Any, Any]) -> list[Any]:
+    """A field beside the turns that holds a system text."""
     system = _first(record, SYSTEMS)
-    return [] if system is None else [_made("system", system)]
+    return [_made("system", system)] if isinstance(system, str) and system.strip() else []
 
 
 def _made(role: str, content: Any) -> dict[str, Any]:

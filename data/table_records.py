@@ -45,33 +45,33 @@ class ParquetRecords:
                 "either: get a whole file"
             )
         try:
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+            self.total: int | None = pq.read_metadata(path).num_rows
         except _DAMAGE as error:
             raise ValueError(
                 f"{path}: byte {size}: the Parquet footer is damaged ({_short(error)}), so no "
                 "record can be read: get a whole file"
             ) from error
-        self.total: int | None = self._file.metadata.num_rows
 
     def __iter__(self) -> Iterator[Any]:
         if not self.total:
             raise ValueError(f"{self.path}: the table is empty; give a file of conversations")
+        file = pq.ParquetFile(self.path, page_checksum_verification=True)
         read = group = 0
         try:
-            for group in range(self._file.num_row_groups):
-                for batch in self._file.iter_batches(_BATCH, row_groups=[group], use_threads=False):
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(_BATCH, row_groups=[group], use_threads=False):
                     batch.validate(full=True)
                     for record in batch.to_pylist():
                         read += 1
                         yield record
         except _DAMAGE as error:
             raise ValueError(
-                f"{self.path}: row group {group + 1} of {self._file.num_row_groups}, record "
+                f"{self.path}: row group {group + 1} of {file.num_row_groups}, record "
                 f"{read + 1}: damaged ({_short(error)}); {read} whole records lie before it; get a "
                 "whole file"
             ) from error
         finally:
-            self._file.close()
+            file.close()
 
 
 class ArrowRecords:

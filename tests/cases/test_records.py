@@ -91,6 +91,7 @@ def test_case_28_rows_rendered_beforehand_are_all_there() -> None:
     assert repairs == {"schema:text": 1000, "read": 1000, "kept": 1000}
 
 
+@pytest.mark.slow
 def test_case_50_all_of_sharegpt_is_accounted_for(sharegpt: Survey) -> None:
     """An assertion on the order of turns stopped a stock recipe on a stock data set. Nothing in
     user data raises: what can be used is used, and the rest has its reason."""
@@ -119,6 +120,7 @@ def test_case_50_all_of_sharegpt_is_accounted_for(sharegpt: Survey) -> None:
     }
 
 
+@pytest.mark.slow
 def test_case_51_empty_and_answer_only_records(sharegpt: Survey) -> None:
     """A record without turns, or with an answer alone, ended the run with an index error. It is
     left out by its reason."""
@@ -249,6 +251,7 @@ def test_case_54_turns_that_cannot_be_read_end_the_conversation(raw: Any, counte
     assert cleaned({"conversations": [raw]}) == ("no_answer", {counter: 1, "removed_after_cut": 1})
 
 
+@pytest.mark.slow
 def test_case_55_every_conversation_alternates(sharegpt: Survey) -> None:
     """Templates that insist on alternation raise where a role speaks twice. After cleaning, user
     and assistant take turns in every one of the 17,392 conversations."""
@@ -277,6 +280,7 @@ def test_case_56_content_is_text_parts_or_null() -> None:
     assert cleaned(record)[1] == {"cut_at_missing_text": 1, "removed_after_cut": 1}
 
 
+@pytest.mark.slow
 def test_case_57_stripping_leftovers_is_optional_and_idempotent(sharegpt: Survey) -> None:
     """Cleaning left emptied turns and broken order behind, and a second pass changed more. By
     default nothing is stripped; done twice it changes no more than done once."""

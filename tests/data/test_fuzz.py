@@ -30,7 +30,7 @@ FUZZ = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 CHATS = [
     {
@@ -180,6 +180,7 @@ def check(found: Conversation) -> None:
         assert after.role != "tool" or turn.tool_calls or turn.role == "tool"
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     name=st.sampled_from(sorted(FILES)),
@@ -208,6 +209,7 @@ def test_damaged_files(
         assert torn == "salvage" or seen == CHATS
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data())
 def test_misshapen_records(data: st.DataObject) -> None:

@@ -57,7 +57,7 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *_: Any) -> None:
         """Nothing on the terminal."""
 
     def do_HEAD(self) -> None:
@@ -130,6 +130,7 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_datasets_and_files_of_the_hub(endpoint: str, tmp_path: Path) -> None:
     """A split is streamed and named by its commit, a file is fetched, and what is not there is
     refused with what is."""

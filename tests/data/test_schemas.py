@@ -32,7 +32,7 @@ def read(record: Any, schema: str = "auto") -> tuple[str, list[tuple[str, str]]]
         ({"messages": SHAREGPT}, "sharegpt", QA),
         (SHAREGPT, "sharegpt", QA),
         ({"system": "s", "conversations": SHAREGPT}, "sharegpt", SYSTEM),
-        ({"messages": [ASKED, ANSWERED]}, "openai", QA),
+        ({"system": {"on": 1}, "messages": [ASKED, ANSWERED]}, "openai", QA),
         ({"conversations": [ASKED, ANSWERED]}, "openai", QA),
         ([ASKED, ANSWERED], "openai", QA),
         ({"messages": [{"role": "developer", "content": "s"}, ASKED, ANSWERED]}, "openai", SYSTEM),
