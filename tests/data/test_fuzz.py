@@ -1,6 +1,7 @@
 """Damaged files and misshapen records by the thousand: nothing but ValueError, and all is counted.
 
-FUZZ_INPUTS sets how many inputs each of the two tests tries; the inputs are the same in every run.
+FUZZ_INPUTS sets how many inputs the first two tests try, and a seventieth of it the third, which
+makes rows of them; the inputs are the same in every run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.cleaning import DEFAULT, CleaningConfig
 from draftsmith.data.conversations import REMOVALS, Conversation, clean
+from draftsmith.data.rows import RowsConfig, prepare
 from draftsmith.data.schemas import SCHEMAS
 from draftsmith.data.sources import open_source
 
@@ -226,6 +229,28 @@ def test_misshapen_records(data: st.DataObject) -> None:
     cleaning = CleaningConfig(max_turn_characters=limit, **policies)
     account(enumerate([record]), cleaning, schema)
     account(enumerate([record]))
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=max(INPUTS // 70, 1))
+@given(data=st.data())
+def test_preparing_misshapen_records(
+    tmp_path_factory: pytest.TempPathFactory,
+    smollm2_tokenizer: PreTrainedTokenizerBase,
+    data: st.DataObject,
+) -> None:
+    """Twenty at a time, and good ones, through the whole of prepare: the ledger adds up."""
+    records = [misshapen(data.draw(st.sampled_from(RECORDS)), data) for _ in range(20)]
+    tools = data.draw(st.sampled_from(["cut", "render"]))
+    path = folder(tmp_path_factory) / "records.jsonl"
+    path.write_text(json.dumps([*records, *CHATS], default=str))
+    config = RowsConfig(str(path), max_length=200, holdout=2, cleaning=CleaningConfig(tools=tools))
+    fingerprint = {"tokenizer": "t", "chat_template": "c"}
+    out = folder(tmp_path_factory) / "rows"
+    counts = prepare(config, smollm2_tokenizer, fingerprint, out).ledger["records"]
+    assert counts["read"] == 20 + len(CHATS)
+    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
+    assert counts["kept"] >= len(CHATS) - 1
 
 
 def misshapen(value: Any, data: st.DataObject) -> Any:
