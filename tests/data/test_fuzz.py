@@ -241,7 +241,7 @@ def test_preparing_misshapen_records(
 ) -> None:
     """Twenty at a time, and good ones, through the whole of prepare: the ledger adds up."""
     records = [misshapen(data.draw(st.sampled_from(RECORDS)), data) for _ in range(20)]
-    tools = data.draw(st.sampled_from(["cut", "render"]))
+    tools = data.draw(st.sampled_from(get_args(get_type_hints(CleaningConfig)["tools"])))
     path = folder(tmp_path_factory) / "records.jsonl"
     path.write_text(json.dumps([*records, *CHATS], default=str))
     config = RowsConfig(str(path), max_length=200, holdout=2, cleaning=CleaningConfig(tools=tools))
