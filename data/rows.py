@@ -24,17 +24,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..models.files import atomic_write_json, commit, content_hash, read_json, sha256_file
-from ..models.source import resolve
+from .cleaning import DEFAULT, CleaningConfig
 from .conversations import Conversation, Dropped, clean
 from .ledger import Ledger
 from .render import Rendered, Renderer
 from .rowfile import FORMAT, SPLITS, Row, Rows, RowWriter, show, token_hash
-from .sources import RecordStream, stream_records
+from .schemas import SCHEMAS
+from .sources import RecordSource, open_source
 
 __all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare", "show"]
 
 Progress = Callable[[int, int | None], None]
-RULES = 1  # raised when the rules of conversations.py or render.py change what a record becomes
+RULES = 2  # raised when the rules of conversations.py or render.py change what a record becomes
 _BATCH = 128
 
 
@@ -43,10 +44,14 @@ class RowsConfig:
     """What becomes a row."""
 
     source: str
-    """A path, pkg://package/inside or hf://owner/name/file: JSON list or JSONL, plain or gzipped.
-    """
+    """A file or folder, pkg://package/inside, hf://owner/name/file or
+    hf://owner/name[@revision][?config=NAME&split=NAME]: JSON, JSONL, Parquet, Arrow or text."""
     torn: str = "refuse"
-    """When the file stops inside a record: refuse, or salvage the whole ones."""
+    """When a file stops inside a record: refuse, or salvage the whole ones."""
+    schema: str = "auto"
+    """Form of the records: auto sees it from each, a name (sharegpt, openai, preference, alpaca,
+    prompt_response, text) leaves out those of another form."""
+    cleaning: CleaningConfig = DEFAULT
     max_records: int | None = None
     """Read only the first so many records."""
     max_length: int = 2048
@@ -63,6 +68,8 @@ class RowsConfig:
     """Arguments of the chat template; must be those of serving."""
 
     def __post_init__(self) -> None:
+        if self.schema not in ("auto", *SCHEMAS):
+            raise ValueError(f"schema {self.schema!r}: choose one of auto, {', '.join(SCHEMAS)}")
         if self.max_length < 3:
             raise ValueError(f"max_length {self.max_length}: a row needs at least 3 tokens")
         if self.min_supervised < 2:
@@ -108,12 +115,8 @@ def prepare(
             is true everywhere, or nothing left to train on; with the reason and the remedy.
     """
     out = Path(out)
-    source = resolve(config.source)
-    if source.is_dir():
-        raise ValueError(
-            f"source {config.source!r} is a folder; name the file of conversations inside it"
-        )
-    identity = _identity(config, tokenizer_fingerprint, sha256_file(source))
+    source = open_source(config.source, config.torn)
+    identity = _identity(config, tokenizer_fingerprint, source.identity)
     old, damage = _existing(out)
     changed = _changed(old, identity) or damage
     if old is not None and not changed:
@@ -151,11 +154,13 @@ def prepare(
     return Prepared(out, manifest, ledger, False, tuple(changed))
 
 
-def _identity(config: RowsConfig, tokenizer: dict[str, str], source_sha256: str) -> dict[str, Any]:
+def _identity(
+    config: RowsConfig, tokenizer: dict[str, str], content: dict[str, Any]
+) -> dict[str, Any]:
     """Everything that determines the rows; where the source lies does not."""
-    settings = {name: value for name, value in asdict(config).items() if name != "source"}
+    settings = asdict(config) | {"source": content}
     named = {name: tokenizer.get(name, "") for name in ("tokenizer", "chat_template")}
-    return {"format": FORMAT, "rules": RULES, "source_sha256": source_sha256, **settings, **named}
+    return {"format": FORMAT, "rules": RULES, **settings, **named}
 
 
 def _existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
@@ -188,7 +193,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def _build(
     config: RowsConfig,
     tokenizer: PreTrainedTokenizerBase,
-    source: Path,
+    source: RecordSource,
     files: dict[str, Path],
     progress: Progress | None,
 ) -> Ledger:
@@ -220,15 +225,14 @@ def _write(writer: RowWriter, row: Row, split: str, ledger: Ledger) -> None:
 def _rows(
     config: RowsConfig,
     tokenizer: PreTrainedTokenizerBase,
-    source: Path,
+    source: RecordSource,
     ledger: Ledger,
     progress: Progress | None,
 ) -> Iterator[tuple[int, Row]]:
     """(hold-out rank, row) of every record that is kept, in file order."""
     renderer = Renderer(tokenizer, config.template_kwargs)
-    stream = stream_records(source, config.torn)
     batch: list[tuple[int, Conversation]] = []
-    for index, conversation in _unique(stream, config.max_records, ledger):
+    for index, conversation in _unique(source, config, ledger):
         batch.append((index, conversation))
         if len(batch) == _BATCH:
             yield from _finish(batch, renderer, config, ledger)
@@ -236,19 +240,19 @@ def _rows(
             if progress:
                 progress(ledger.read, config.max_records)
     yield from _finish(batch, renderer, config, ledger)
-    ledger.torn = stream.torn
+    ledger.torn = source.torn
     if progress:
         progress(ledger.read, ledger.read)
 
 
 def _unique(
-    stream: RecordStream, max_records: int | None, ledger: Ledger
+    source: RecordSource, config: RowsConfig, ledger: Ledger
 ) -> Iterator[tuple[int, Conversation]]:
     """Cleaned conversations, exact repeats left out."""
     seen: set[bytes] = set()
-    for index, record in stream:
+    for index, record in source:
         ledger.read += 1
-        found = clean(record, index, ledger.turns)
+        found = clean(record, index, ledger.turns, config.cleaning, config.schema)
         if isinstance(found, Dropped):
             ledger.drop(found, index)
         else:
@@ -258,7 +262,7 @@ def _unique(
             else:
                 seen.add(digest)
                 yield index, found
-        if ledger.read == max_records:
+        if ledger.read == config.max_records:
             return
 
 
