@@ -111,7 +111,7 @@ def load_prompts(
         )
     path = resolve(source or (known.source if known else name))
     renderer = Renderer(tokenizer, template_kwargs)
-    found: list[tuple[str, list[dict[str, str]], str]] = []
+    found: list[tuple[str, list[dict[str, Any]], str]] = []
     for index, record in stream_records(path):
         try:
             if known:
@@ -134,7 +134,7 @@ def load_prompts(
     ]
 
 
-def _from_file(record: Any, index: int) -> tuple[str, list[dict[str, str]], str]:
+def _from_file(record: Any, index: int) -> tuple[str, list[dict[str, Any]], str]:
     """One record of a user's own file."""
     identity = str(record.get("id", f"prompt-{index}"))
     category = str(record.get("category", ""))
@@ -146,7 +146,7 @@ def _from_file(record: Any, index: int) -> tuple[str, list[dict[str, str]], str]
     return identity, leading_messages(turns), category
 
 
-def leading_messages(turns: list[dict[str, Any]]) -> list[dict[str, str]]:
+def leading_messages(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cleaned messages before the first answer."""
     closed = [*turns, {"role": "assistant", "content": "."}]
     found = clean(closed, 0, Counter())
@@ -168,9 +168,14 @@ def _heldout(rows: Rows | Path | str | None, limit: int | None) -> list[Prompt]:
         )
     if not len(rows):
         raise ValueError(f"{rows.folder}: nothing was held out; prepare with data.rows.holdout > 0")
+    firsts = [row for row in rows if not row.part and row.messages]
+    if not firsts:
+        raise ValueError(
+            f"{rows.folder}: what is held out are plain texts, which hold no question; give a "
+            "prompt set"
+        )
     prompts = []
-    for index in _spread(list(range(len(rows))), limit, "heldout"):
-        row = rows[index]
+    for row in _spread(firsts, limit, "heldout"):
         first = int(np.argmax(row.supervised))
         text = next(m["content"] for m in row.messages or [] if m["role"] == "user")
         prompts.append(

@@ -79,10 +79,10 @@ class Renderer:
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; use an "
                 "instruction-tuned target, or put chat_template.jinja into its folder"
             )
+        self._marker = Marker(tokenizer)
         self._tokenizer = tokenizer
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._control_tokens = control_tokens
-        self._marker = Marker(tokenizer)
         texts = sorted(special_texts(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._templates: dict[bool, tuple[str, bool]] = {}

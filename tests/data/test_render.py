@@ -140,14 +140,14 @@ def test_control_tokens_hide_nowhere(
 TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m['tool_calls'] or [] %}\n<tool_call>{{ call['function'] | tojson }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>' }}{{ call['function'] | tojson }}"
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def test_tool_calls_are_the_assistant_s(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """A call is supervised as rendered, what the tool answers never is; tools reach the template."""
+    """A call is supervised as rendered, a tool's answer never is; tools reach the template."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = (
         Turn("user", "1 + 1?"),
@@ -171,7 +171,7 @@ BLOCKS = (
     "BODY{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SAID = "{{ m['content'] }}"
+SAID, HEAD, TAIL = "{{ m['content'] }}", "{{ m['content'][:2] }}", "{{ m['content'][2:] }}"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ SAID = "{{ m['content'] }}"
         ("{% generation %}" + SAID + "<|im_end|>{% endgeneration %}\n", True),
         ("{% generation %}" + SAID + "<|im_end|>\n{% endgeneration %}", True),
         (
-            "{% generation %}{{ m['content'][:2] }}{% endgeneration %}{{ m['content'][2:] }}<|im_end|>\n",
+            "{% generation %}" + HEAD + "{% endgeneration %}" + TAIL + "<|im_end|>\n",
             False,
         ),
         (
-            "{{ m['content'][:2] }}{% generation %}{{ m['content'][2:] }}{% endgeneration %}<|im_end|>\n",
+            HEAD + "{% generation %}" + TAIL + "{% endgeneration %}<|im_end|>\n",
             False,
         ),
         (SAID + "<|im_end|>\n{% generation %}{% endgeneration %}", False),
@@ -273,7 +273,7 @@ def test_a_later_turn_that_the_template_refuses(smollm2_tokenizer: PreTrainedTok
 
 
 def test_dated_template_is_told(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template that writes the day's date makes other rows every day, unless the date is given."""
+    """A template that writes the day's date makes other rows every day, unless it is given."""
     template = "{{ date_string or strftime_now('%d %b %Y') }}" + CHATML
     other = with_template(smollm2_tokenizer, template)
     assert Renderer(other).describe()["dated"]
