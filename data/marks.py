@@ -61,7 +61,9 @@ class Marker:
         """For each layout its part, and (turn, why) of the answers that could not be marked."""
         for layout, encoding in zip(layouts, self._encode(layouts), strict=True):
             if layout.raw:
-                tokens = [*self._before_raw(), *encoding.ids]
+                opening = self._before_raw()
+                opened = encoding.ids[: len(opening)] == opening
+                tokens = encoding.ids if opened else [*opening, *encoding.ids]
                 yield Part(tokens, [place > 0 for place in range(len(tokens))]), []
                 continue
             tokens = encoding.ids

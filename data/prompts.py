@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..models.source import resolve
 from .conversations import Dropped, clean
 from .render import Renderer
 from .rowfile import Rows
-from .sources import stream_records
+from .sources import open_source
 
 T = TypeVar("T")
 
@@ -109,10 +108,10 @@ def load_prompts(
         raise ValueError(
             f"prompt set {name!r}: choose one of {', '.join([*SETS, 'heldout'])}, or give a path"
         )
-    path = resolve(source or (known.source if known else name))
+    path = source or (known.source if known else name)
     renderer = Renderer(tokenizer, template_kwargs)
     found: list[tuple[str, list[dict[str, Any]], str]] = []
-    for index, record in stream_records(path):
+    for index, record in open_source(path):
         try:
             if known:
                 identity, message, category = known.read(record)

@@ -162,11 +162,11 @@ class Renderer:
         self, conversation: Conversation, turns: Counter[str]
     ) -> tuple[Conversation, list[Layout], list[tuple[int, str]]] | Dropped:
         """The parts of a conversation, and its unproven turns."""
+        if conversation.raw:
+            return conversation, [Layout(conversation.raw, raw=True)], []
         guarded = self._guard(conversation, turns)
         if isinstance(guarded, Dropped):
             return guarded
-        if guarded.raw:
-            return guarded, [Layout(guarded.raw, raw=True)], []
         messages = guarded.messages()
         parts: list[Layout] = []
         unproven: list[tuple[int, str]] = []
@@ -202,7 +202,7 @@ class Renderer:
                 if place < 0 or self._control_tokens == "drop":
                     return dropped
                 cut = cut_before(conversation, place, turns, "control_tokens")
-                return dropped if isinstance(cut, Dropped) else cut
+                return cut if not isinstance(cut, Dropped) else dropped
         return conversation
 
     def _answer(
@@ -284,8 +284,6 @@ def render(
 
 def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
     """(turn or -1, whose words, text) of everything that the template writes."""
-    if conversation.raw:
-        yield -1, "the text", conversation.raw
     if conversation.tools:
         yield -1, "the list of tools", json.dumps(conversation.tools, ensure_ascii=False)
     for place, turn in enumerate(conversation.turns):

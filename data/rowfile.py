@@ -235,3 +235,24 @@ class Rows:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(group)
         return self._groups[group]
+
+
+def existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest of finished rows in `out` and the names of its damaged files."""
+    if not (out / "manifest.json").exists():
+        return None, []
+    manifest = read_json(out / "manifest.json")
+    if manifest.get("kind") != "rows":
+        raise ValueError(
+            f"{out} holds a {manifest.get('kind')!r}, not rows; choose another folder for the rows"
+        )
+    files = {**manifest.get("files", {})}
+    damaged = [name for name, facts in files.items() if file_facts(out / name) != facts]
+    return manifest, damaged if (out / "ledger.json").exists() else [*damaged, "ledger.json"]
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file; nothing of one that is not there."""
+    if not path.exists():
+        return {}
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}

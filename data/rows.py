@@ -22,15 +22,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..models.files import atomic_write_json, commit, content_hash, read_json, sha256_file
-from ..models.source import resolve
-from .conversations import CleaningConfig, Conversation, Dropped, clean
+from ..models.files import atomic_write_json, commit, content_hash, read_json
+from .cleaning import DEFAULT, CleaningConfig
+from .conversations import Conversation, Dropped, clean
 from .cut import cut_part
 from .holdout import Holdout, Kept
 from .ledger import DROPPED, UNPROVEN, Ledger, TableWriter
 from .render import Rendered, Renderer
-from .rowfile import FORMAT, SPLITS, Row, Rows, RowWriter, token_hash
-from .sources import RecordStream, stream_records
+from .rowfile import FORMAT, SPLITS, Row, Rows, RowWriter, existing, file_facts, token_hash
+from .schemas import SCHEMAS
+from .sources import RecordSource, open_source
 from .verdict import find_warnings, refuse_useless
 
 __all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare"]
@@ -46,10 +47,14 @@ class RowsConfig:
     """What becomes a row."""
 
     source: str
-    """A path, pkg://package/inside or hf://owner/name/file: JSON list or JSONL, plain or gzipped.
-    """
+    """A file or folder, pkg://package/inside, hf://owner/name/file or
+    hf://owner/name[@revision][?config=NAME&split=NAME]: JSON, JSONL, Parquet, Arrow or text."""
     torn: str = "refuse"
-    """When the file stops inside a record: refuse, or salvage the whole ones."""
+    """When a file stops inside a record: refuse, or salvage the whole ones."""
+    schema: str = "auto"
+    """Form of the records: auto sees it from each, a name (sharegpt, openai, preference, alpaca,
+    prompt_response, text) leaves out those of another form."""
+    cleaning: CleaningConfig = DEFAULT
     max_records: int | None = None
     """Read only the first so many records."""
     max_length: int | None = None
@@ -70,10 +75,10 @@ class RowsConfig:
     """Chooses among contents for the hold-out."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template; must be those of serving."""
-    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    """What is done about records that cannot be used as they stand."""
 
     def __post_init__(self) -> None:
+        if self.schema not in ("auto", *SCHEMAS):
+            raise ValueError(f"schema {self.schema!r}: choose one of auto, {', '.join(SCHEMAS)}")
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"max_length {self.max_length}: a row needs at least 3 tokens")
         for name, choices in (
@@ -137,13 +142,9 @@ def prepare(
                 "(max_position_embeddings in config.json); give data.rows.max_length"
             )
         config = replace(config, max_length=limit)
-    source = resolve(config.source)
-    if source.is_dir():
-        raise ValueError(
-            f"source {config.source!r} is a folder; name the file of conversations inside it"
-        )
-    identity = _identity(config, tokenizer_fingerprint, sha256_file(source))
-    old, damage = _existing(out)
+    source = open_source(config.source, config.torn)
+    identity = _identity(config, tokenizer_fingerprint, source.identity)
+    old, damage = existing(out)
     changed = _changed(old, identity) or damage
     if old is not None and not changed:
         return Prepared(out, old, read_json(out / "ledger.json"), True, ())
@@ -161,7 +162,7 @@ def prepare(
             "config": asdict(config),
             "tokenizer": dict(tokenizer_fingerprint),
             "counts": {**ledger["rows"], **ledger["tokens"]},
-            "files": {f"{name}.parquet": _facts(path) for name, path in temporary.items()},
+            "files": {f"{name}.parquet": file_facts(path) for name, path in temporary.items()},
         }
         (out / "manifest.json").unlink(missing_ok=True)
         for name, path in temporary.items():
@@ -180,25 +181,13 @@ def prepare(
     return Prepared(out, manifest, ledger, False, tuple(changed))
 
 
-def _identity(config: RowsConfig, tokenizer: dict[str, str], source_sha256: str) -> dict[str, Any]:
+def _identity(
+    config: RowsConfig, tokenizer: dict[str, str], content: dict[str, Any]
+) -> dict[str, Any]:
     """Everything that determines the rows; where the source lies does not."""
-    settings = {name: value for name, value in asdict(config).items() if name != "source"}
+    settings = asdict(config) | {"source": content}
     named = {name: tokenizer.get(name, "") for name in ("tokenizer", "chat_template")}
-    return {"format": FORMAT, "rules": RULES, "source_sha256": source_sha256, **settings, **named}
-
-
-def _existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest of finished rows in `out` and the names of its damaged files."""
-    if not (out / "manifest.json").exists():
-        return None, []
-    manifest = read_json(out / "manifest.json")
-    if manifest.get("kind") != "rows":
-        raise ValueError(
-            f"{out} holds a {manifest.get('kind')!r}, not rows; choose another folder for the rows"
-        )
-    files = {**manifest.get("files", {})}
-    damaged = [name for name, facts in files.items() if _facts(out / name) != facts]
-    return manifest, damaged if (out / "ledger.json").exists() else [*damaged, "ledger.json"]
+    return {"format": FORMAT, "rules": RULES, **settings, **named}
 
 
 def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> list[str]:
@@ -208,16 +197,10 @@ def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> list[str]:
     return [name for name in identity if before.get(name) != identity[name]]
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-
-
 def _build(
     config: RowsConfig,
     tokenizer: PreTrainedTokenizerBase,
-    source: Path,
+    source: RecordSource,
     files: dict[str, Path],
     progress: Progress | None,
 ) -> Ledger:
@@ -257,17 +240,16 @@ def _write(writer: RowWriter, record: Kept, split: str, ledger: Ledger) -> None:
 def _records(
     config: RowsConfig,
     tokenizer: PreTrainedTokenizerBase,
-    source: Path,
+    source: RecordSource,
     ledger: Ledger,
     progress: Progress | None,
 ) -> Iterator[Kept]:
     """Every record that becomes rows, in file order."""
     renderer = Renderer(tokenizer, config.template_kwargs, config.cleaning.control_tokens)
     ledger.template = renderer.describe()
-    stream = stream_records(source, config.torn)
     batch: list[tuple[int, Conversation]] = []
     seen: set[bytes] = set()
-    for index, conversation in _cleaned(stream, config, ledger):
+    for index, conversation in _cleaned(source, config, ledger):
         batch.append((index, conversation))
         if len(batch) == _BATCH:
             yield from _finish(batch, renderer, config, ledger, seen)
@@ -275,17 +257,17 @@ def _records(
             if progress:
                 progress(ledger.read, config.max_records)
     yield from _finish(batch, renderer, config, ledger, seen)
-    ledger.torn = stream.torn
+    ledger.torn = source.torn
     if progress:
         progress(ledger.read, ledger.read)
 
 
 def _cleaned(
-    stream: RecordStream, config: RowsConfig, ledger: Ledger
+    source: RecordSource, config: RowsConfig, ledger: Ledger
 ) -> Iterator[tuple[int, Conversation]]:
-    for index, record in stream:
+    for index, record in source:
         ledger.read += 1
-        found = clean(record, index, ledger.turns)
+        found = clean(record, index, ledger.turns, config.cleaning, config.schema)
         if isinstance(found, Dropped):
             ledger.drop(found, index)
         else:

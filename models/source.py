@@ -7,11 +7,11 @@ import importlib.util
 from pathlib import Path
 
 
-def resolve(source: str) -> Path:
+def resolve(source: str, dataset: bool = False) -> Path:
     """The local path of a source.
 
     `pkg://` looks inside an installed package without importing it; `hf://` downloads through the
-    hub's cache.
+    hub's cache, from the model of that name or (`dataset`) from the dataset.
 
     Raises:
         ValueError: nothing is there; the message says what was looked for and what to install or
@@ -20,7 +20,7 @@ def resolve(source: str) -> Path:
     if source.startswith("pkg://"):
         return _resolve_package(source)
     if source.startswith("hf://"):
-        return _resolve_hub(source)
+        return _resolve_hub(source, "dataset" if dataset else "model")
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(
@@ -46,7 +46,7 @@ def _resolve_package(source: str) -> Path:
     return path
 
 
-def _resolve_hub(source: str) -> Path:
+def _resolve_hub(source: str, kind: str) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     parts = source.removeprefix("hf://").split("/", 2)
@@ -58,8 +58,10 @@ def _resolve_hub(source: str) -> Path:
     repository = f"{parts[0]}/{name}"
     try:
         if len(parts) == 3 and parts[2]:
-            return Path(hf_hub_download(repository, parts[2], revision=revision or None))
-        return Path(snapshot_download(repository, revision=revision or None))
+            return Path(
+                hf_hub_download(repository, parts[2], repo_type=kind, revision=revision or None)
+            )
+        return Path(snapshot_download(repository, repo_type=kind, revision=revision or None))
     except Exception as error:
         raise ValueError(
             f"source {source!r}: the hub could not give it ({error}); check the name and the "

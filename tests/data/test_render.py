@@ -118,7 +118,7 @@ def test_control_tokens_end_the_conversation(smollm2_tokenizer: PreTrainedTokeni
     assert isinstance(first, Dropped)
     assert (first.reason, first.id) == ("control_tokens", "first")
     assert first.message == "turn 1 (user) holds the control token '<|endoftext|>'"
-    assert counts == {"cut_at_control_tokens": 1, "removed_after_cut": 2, "supervised": 2}
+    assert (counts["cut_at_control_tokens"], counts["supervised"]) == (2, 2)
     [dropped] = Renderer(smollm2_tokenizer, control_tokens="drop").render(talks[:1], Counter())
     assert isinstance(dropped, Dropped)
 

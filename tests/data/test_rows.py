@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import rows as rows_module
-from draftsmith.data.conversations import CleaningConfig
+from draftsmith.data.cleaning import CleaningConfig
 from draftsmith.data.cut import longest_run as longest
 from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare
 
@@ -65,7 +65,7 @@ def test_every_record_is_accounted_for(make: Make) -> None:
         talk("long", "word " * 300, "a"),
         talk("edge", "word " * 90, "answer of several words"),
         5,
-        {"id": "x", "text": "t"},
+        {"id": "x", "other": "t"},
         talk("other", "q", "b"),
     ]
     done = make(records, max_length=122, duplicates="drop")
@@ -189,7 +189,7 @@ def test_changed_tokenizer_or_source_gives_a_new_key(
     assert again(weights="other").reused
     assert again(chat_template="other").changed == ("chat_template",)
     assert again(chat_template="other", tokenizer="o").changed == ("tokenizer",)
-    assert make(many(6)).changed == ("source_sha256", "tokenizer", "chat_template")
+    assert make(many(6)).changed == ("source", "tokenizer", "chat_template")
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "dropped.parquet", "ledger.json"])
@@ -350,14 +350,21 @@ def test_full_disk_keeps_the_old_rows(make: Make, monkeypatch: pytest.MonkeyPatc
 def test_source_that_is_a_folder(
     tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A dataset's folder is not guessed into."""
-    with pytest.raises(ValueError, match="is a folder; name the file of conversations inside it"):
-        prepare(
-            RowsConfig(str(tmp_path), max_length=2048),
-            smollm2_tokenizer,
-            FINGERPRINT,
-            tmp_path / "rows",
-        )
+    """Its files are read one after another; one without data is refused."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "README.md").write_text("about")
+    with pytest.raises(ValueError, match="the folder holds no files of conversations"):
+        prepare(RowsConfig(str(folder), max_length=64), smollm2_tokenizer, FINGERPRINT, tmp_path)
+    records = many(8)
+    (folder / "a.json").write_text(json.dumps(records[:3]))
+    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[3:])))
+    config = RowsConfig(str(folder), holdout=1, max_length=2048)
+    done = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+    assert done.ledger["records"]["kept"] == 8
+    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[4:])))
+    done = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+    assert done.changed == ("source",)
 
 
 def test_unknown_torn_is_refused(make: Make) -> None:

