@@ -2,7 +2,7 @@
 
 Sections that configure a class are that class's own dataclass, found beside it. The sections of
 this file configure
-commands: what `evaluate`, `export`, `import` and `generate` are to do.
+commands: what `prepare`, `evaluate`, `export`, `import` and `generate` are to do.
 """
 
 from __future__ import annotations
@@ -43,6 +43,20 @@ class DataConfig:
                 "have the target make them",
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What `prepare` prints beside its ledger."""
+
+    show: int = 0
+    """Print so many training rows, what the head learns from in green."""
+    show_ids: bool = False
+    """Print each token's id beside it."""
+
+    def __post_init__(self) -> None:
+        if self.show < 0:
+            raise ValueError(f"prepare.show={self.show}: must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -199,6 +213,7 @@ class Config:
     train: TrainConfig
     engine: EngineConfig
     tracker: TrackerConfig
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

@@ -167,9 +167,14 @@ def _heldout(rows: Rows | Path | str | None, limit: int | None) -> list[Prompt]:
         )
     if not len(rows):
         raise ValueError(f"{rows.folder}: nothing was held out; prepare with data.rows.holdout > 0")
+    firsts = [row for row in rows if not row.part and row.messages]
+    if not firsts:
+        raise ValueError(
+            f"{rows.folder}: what is held out are plain texts, which hold no question; give a "
+            "prompt set"
+        )
     prompts = []
-    for index in _spread(list(range(len(rows))), limit, "heldout"):
-        row = rows[index]
+    for row in _spread(firsts, limit, "heldout"):
         first = int(np.argmax(row.supervised))
         text = next(m["content"] for m in row.messages or [] if m["role"] == "user")
         prompts.append(

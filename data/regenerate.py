@@ -30,8 +30,8 @@ from ..models.files import content_hash, read_json
 from ..models.target import Target
 from .answers import AnswerStore, row_key
 from .chains import Chain
-from .regenerated import file_facts, write_rows
-from .rowfile import FORMAT, SPLITS, Rows
+from .regenerated import write_rows
+from .rowfile import FORMAT, SPLITS, Rows, file_facts
 
 Progress = Callable[[int, int | None], None]
 RULES = 1  # raised when the rules of chains.py change what a row becomes

@@ -1,4 +1,4 @@
-"""Answered chains -> a folder of rows: train.parquet, heldout.parquet, ledger.json, manifest.json.
+"""Answered chains -> a folder of rows, with the files that `prepare` writes.
 
 The folder is of the form that `prepare` writes (see rowfile.py), so `dump` and `train` read either.
 `answers` of the ledger: found = generated + all of unanswered; `records` counts source rows.
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..models.files import atomic_write_json, commit, sha256_file
+from ..models.files import atomic_write_json, commit, read_json
 from .chains import Chain, answer_spans
 from .conversations import Dropped
-from .ledger import Ledger
-from .rowfile import FORMAT, SPLITS, Row, Rows, RowWriter, token_hash
+from .ledger import DROPPED, UNPROVEN, Ledger, TableWriter
+from .rowfile import FILES, FORMAT, SPLITS, Row, Rows, RowWriter, file_facts, token_hash
 
 _COUNTS = (
     "found",
@@ -54,9 +54,14 @@ def write_rows(
     Raises:
         ValueError: no training row keeps an answer.
     """
-    temporary = {split: out / f".{split}.parquet.{os.getpid()}.tmp" for split in SPLITS}
+    temporary = {name: out / f".{name}.parquet.{os.getpid()}.tmp" for name in FILES}
     writers = {split: RowWriter(temporary[split], split == "heldout") for split in SPLITS}
-    ledger = Ledger(str(source.folder))
+    ledger = Ledger(
+        str(source.folder),
+        TableWriter(temporary["dropped"], DROPPED),
+        TableWriter(temporary["unproven"], UNPROVEN),
+        read_json(source.folder / "ledger.json")["template"],
+    )
     answers: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
     least = int(source.manifest["config"].get("min_supervised", 2))
     try:
@@ -69,7 +74,7 @@ def write_rows(
                     writers[split].add(row)
                     ledger.count_row(split, len(row.tokens), int(row.supervised.sum()))
         finally:
-            for writer in writers.values():
+            for writer in (*writers.values(), ledger):
                 writer.close()
         if not ledger.rows["train"]:
             raise ValueError(
@@ -86,22 +91,17 @@ def write_rows(
             **about,
             "tokenizer": source.manifest["tokenizer"],
             "counts": {**told["rows"], **told["tokens"]},
-            "files": {f"{split}.parquet": file_facts(path) for split, path in temporary.items()},
+            "files": {f"{name}.parquet": file_facts(path) for name, path in temporary.items()},
         }
         (out / "manifest.json").unlink(missing_ok=True)
-        for split, path in temporary.items():
-            commit(path, out / f"{split}.parquet")
+        for name, path in temporary.items():
+            commit(path, out / f"{name}.parquet")
         atomic_write_json(out / "ledger.json", told)
         atomic_write_json(out / "manifest.json", manifest)
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
     return manifest, told
-
-
-def file_facts(path: Path) -> dict[str, Any]:
-    """What a manifest remembers of a file; empty where there is none."""
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)} if path.exists() else {}
 
 
 def _row(

@@ -1,8 +1,8 @@
 """Token rows on disk: one Parquet file for each split, read lazily by row group.
 
-Columns: `id` text, `index` int64 (place in the source), `tokens` list<int32>, `supervised`
-list<bool>, `length` and `num_supervised` int32, `sha256` of the row's tokens (little-endian int32),
-and in heldout.parquet `messages` (JSON).
+Columns: `id` text, `index` int64 (place in the source), `part` int32 (which stable prefix of the
+record), `tokens` list<int32>, `supervised` list<bool>, `length` and `num_supervised` int32,
+`sha256` of the row's tokens (little-endian int32), and in heldout.parquet `messages` (JSON).
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.markup import escape
-from transformers import PreTrainedTokenizerBase
 
 from ..models.files import read_json, sha256_file
 
-FORMAT = 1
+FORMAT = 2
 SPLITS = ("train", "heldout")
+FILES = (*SPLITS, "dropped", "unproven")
 _GROUP_ROWS = 256
 _CACHED_GROUPS = 4
 
@@ -34,6 +33,7 @@ def schema(with_messages: bool) -> pa.Schema:
     fields = [
         pa.field("id", pa.string()),
         pa.field("index", pa.int64()),
+        pa.field("part", pa.int32()),
         pa.field("tokens", pa.list_(pa.int32())),
         pa.field("supervised", pa.list_(pa.bool_())),
         pa.field("length", pa.int32()),
@@ -51,7 +51,7 @@ def token_hash(tokens: np.ndarray) -> str:
 @dataclass(frozen=True, eq=False)
 class Row:
     """One row: tokens [n] int32, supervised [n] bool, the hash of the tokens, the record it came
-    from.
+    from and which of the record's stable prefixes it is.
     """
 
     id: str
@@ -59,7 +59,8 @@ class Row:
     tokens: np.ndarray
     supervised: np.ndarray
     sha256: str
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    part: int = 0
 
 
 class RowWriter:
@@ -94,6 +95,7 @@ class RowWriter:
         columns: list[Any] = [
             pa.array([row.id for row in rows], pa.string()),
             pa.array([row.index for row in rows], pa.int64()),
+            pa.array([row.part for row in rows], pa.int32()),
             pa.ListArray.from_arrays(borders, tokens),
             pa.ListArray.from_arrays(borders, supervised),
             pa.array(lengths),
@@ -190,6 +192,7 @@ class Rows:
             messages=json.loads(table["messages"][place].as_py())
             if "messages" in table.column_names
             else None,
+            part=table["part"][place].as_py(),
         )
         if token_hash(tokens) != row.sha256:
             raise ValueError(
@@ -235,21 +238,22 @@ class Rows:
         return self._groups[group]
 
 
-def show(rows: Rows, tokenizer: PreTrainedTokenizerBase, n: int) -> str:
-    """The first n rows as rich markup: what the head learns from in green, the rest dim."""
-    lines: list[str] = []
-    for row in (rows[index] for index in range(min(n, len(rows)))):
-        lines.append(
-            f"[bold]{escape(row.id)}[/bold] (record {row.index}): {len(row.tokens)} tokens, "
-            f"{int(row.supervised.sum())} supervised"
+def existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest of finished rows in `out` and the names of its damaged files."""
+    if not (out / "manifest.json").exists():
+        return None, []
+    manifest = read_json(out / "manifest.json")
+    if manifest.get("kind") != "rows":
+        raise ValueError(
+            f"{out} holds a {manifest.get('kind')!r}, not rows; choose another folder for the rows"
         )
-        borders = np.flatnonzero(np.diff(row.supervised.astype(np.int8))) + 1
-        parts = []
-        for run in np.split(np.arange(len(row.tokens)), borders):
-            text = escape(str(tokenizer.decode(row.tokens[run].tolist())))
-            # a trailing backslash would escape the closing tag
-            text += "\\" if text.endswith("\\") else ""
-            style = "green" if row.supervised[run[0]] else "dim"
-            parts.append(f"[{style}]{text}[/{style}]")
-        lines.append("".join(parts))
-    return "\n".join(lines)
+    files = {**manifest.get("files", {})}
+    damaged = [name for name, facts in files.items() if file_facts(out / name) != facts]
+    return manifest, damaged if (out / "ledger.json").exists() else [*damaged, "ledger.json"]
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file; nothing of one that is not there."""
+    if not path.exists():
+        return {}
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}

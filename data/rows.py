@@ -1,38 +1,50 @@
 """`prepare`: conversations -> token rows with an exact loss mask, and a ledger of what is missing.
 
-Folder: train.parquet, heldout.parquet (see rowfile.py), ledger.json, manifest.json. The manifest is
-written last and holds `key`, the hash of all that determines the rows; a folder without it is
-unfinished. A folder whose key is the one asked for is reused, any other is rebuilt, and the fields
-that changed are named.
+Folder: train.parquet, heldout.parquet (see rowfile.py), ledger.json, dropped.parquet,
+unproven.parquet (see ledger.py), manifest.json. The manifest is written last and holds `key`, the
+hash of all that determines the rows; a folder without it is unfinished. A folder whose key is the
+one asked for is reused, any other is rebuilt, and the fields that changed are named.
 
-Held out are the `holdout` conversations with the smallest seeded content hash: the choice does not
-depend on the file's order, and what the whole file holds out is held out of every part of it too.
+A record gives one row for each stable prefix of its conversation (see render.py), mostly one. Which
+conversations are held out, holdout.py says. Records that are added at the end of a source leave the
+earlier training rows as they are, in their order.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import heapq
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..models.files import atomic_write_json, commit, content_hash, read_json, sha256_file
+from ..models.files import atomic_write_json, commit, content_hash, read_json
 from .cleaning import DEFAULT, CleaningConfig
 from .conversations import Conversation, Dropped, clean
-from .ledger import Ledger
+from .cut import cut_part
+from .holdout import Holdout, Kept
+from .ledger import DROPPED, UNPROVEN, Ledger, TableWriter
 from .render import Rendered, Renderer
-from .rowfile import FORMAT, SPLITS, Row, Rows, RowWriter, show, token_hash
+from .rowfile import (
+    FILES,
+    FORMAT,
+    SPLITS,
+    Row,
+    Rows,
+    RowWriter,
+    existing,
+    file_facts,
+    token_hash,
+)
 from .schemas import SCHEMAS
 from .sources import RecordSource, open_source
+from .verdict import find_warnings, refuse_useless
 
-__all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare", "show"]
+__all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare"]
 
 Progress = Callable[[int, int | None], None]
 RULES = 2  # raised when the rules of conversations.py or render.py change what a record becomes
@@ -54,8 +66,14 @@ class RowsConfig:
     cleaning: CleaningConfig = DEFAULT
     max_records: int | None = None
     """Read only the first so many records."""
-    max_length: int = 2048
-    """Tokens of a row; what lies behind is cut off."""
+    max_length: int | None = None
+    """Tokens of a row; what lies behind is cut off. null is the target's own limit."""
+    cut_mid_answer: str = "keep"
+    """A row that max_length cuts within an answer: keep what is left of it, trim the row to its
+    last whole answer, or drop the row."""
+    duplicates: str = "keep"
+    """Records with the content of an earlier one: keep or drop. A repeat of a held-out conversation
+    is never trained on."""
     min_supervised: int = 2
     """A row is kept when one of its answers has so many tokens; a head needs two for its first
     target.
@@ -70,8 +88,16 @@ class RowsConfig:
     def __post_init__(self) -> None:
         if self.schema not in ("auto", *SCHEMAS):
             raise ValueError(f"schema {self.schema!r}: choose one of auto, {', '.join(SCHEMAS)}")
-        if self.max_length < 3:
+        if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"max_length {self.max_length}: a row needs at least 3 tokens")
+        for name, choices in (
+            ("cut_mid_answer", ("keep", "trim", "drop")),
+            ("duplicates", ("keep", "drop")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                )
         if self.min_supervised < 2:
             raise ValueError(
                 f"min_supervised {self.min_supervised}: must be at least 2, since a head predicts "
@@ -103,28 +129,38 @@ def prepare(
     tokenizer_fingerprint: dict[str, str],
     out: Path | str,
     progress: Progress | None = None,
+    limit: int | None = None,
 ) -> Prepared:
     """Write token rows into `out`, or find them there already.
 
     Args:
+        limit: tokens that the target can read; the length of rows where max_length is null.
         tokenizer_fingerprint: of the target's tokenizer and chat template; other fields are not
             looked at.
         progress: called with (records done, records to do or None).
     Raises:
-        ValueError: unreadable source, no chat template, no supervised token anywhere, a mask that
-            is true everywhere, or nothing left to train on; with the reason and the remedy.
+        ValueError: no known length, unreadable source, no chat template, no supervised token
+            anywhere, a mask that is true everywhere, or nothing left to train on; with the reason
+            and the remedy.
     """
     out = Path(out)
+    if config.max_length is None:
+        if limit is None:
+            raise ValueError(
+                "max_length is null and the target names no limit of its own "
+                "(max_position_embeddings in config.json); give data.rows.max_length"
+            )
+        config = replace(config, max_length=limit)
     source = open_source(config.source, config.torn)
     identity = _identity(config, tokenizer_fingerprint, source.identity)
-    old, damage = _existing(out)
+    old, damage = existing(out)
     changed = _changed(old, identity) or damage
     if old is not None and not changed:
         return Prepared(out, old, read_json(out / "ledger.json"), True, ())
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob(".*.tmp"):
         stale.unlink()
-    temporary = {split: out / f".{split}.parquet.{os.getpid()}.tmp" for split in SPLITS}
+    temporary = {name: out / f".{name}.parquet.{os.getpid()}.tmp" for name in FILES}
     try:
         ledger = _build(config, tokenizer, source, temporary, progress).to_json()
         manifest = {
@@ -135,11 +171,11 @@ def prepare(
             "config": asdict(config),
             "tokenizer": dict(tokenizer_fingerprint),
             "counts": {**ledger["rows"], **ledger["tokens"]},
-            "files": {f"{split}.parquet": _facts(path) for split, path in temporary.items()},
+            "files": {f"{name}.parquet": file_facts(path) for name, path in temporary.items()},
         }
         (out / "manifest.json").unlink(missing_ok=True)
-        for split, path in temporary.items():
-            commit(path, out / f"{split}.parquet")
+        for name, path in temporary.items():
+            commit(path, out / f"{name}.parquet")
         atomic_write_json(out / "ledger.json", ledger)
         atomic_write_json(out / "manifest.json", manifest)
     except OSError as error:
@@ -163,31 +199,11 @@ def _identity(
     return {"format": FORMAT, "rules": RULES, **settings, **named}
 
 
-def _existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest of finished rows in `out` and the names of its damaged files."""
-    if not (out / "manifest.json").exists():
-        return None, []
-    manifest = read_json(out / "manifest.json")
-    if manifest.get("kind") != "rows":
-        raise ValueError(
-            f"{out} holds a {manifest.get('kind')!r}, not rows; choose another folder for the rows"
-        )
-    files = {**manifest.get("files", {})}
-    damaged = [name for name, facts in files.items() if _facts(out / name) != facts]
-    return manifest, damaged if (out / "ledger.json").exists() else [*damaged, "ledger.json"]
-
-
 def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> list[str]:
     if old is None:
         return []
     before = old.get("identity", {})
     return [name for name in identity if before.get(name) != identity[name]]
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _build(
@@ -197,152 +213,135 @@ def _build(
     files: dict[str, Path],
     progress: Progress | None,
 ) -> Ledger:
-    """Stream the source into the two files."""
-    ledger = Ledger(config.source)
+    """Stream the source into the files."""
+    ledger = Ledger(
+        config.source,
+        TableWriter(files["dropped"], DROPPED),
+        TableWriter(files["unproven"], UNPROVEN),
+    )
     writers = {split: RowWriter(files[split], split == "heldout") for split in SPLITS}
-    held: list[
-        tuple[int, int, Row]
-    ] = []  # a heap whose top has the largest hash; the second field breaks ties
+    holdout = Holdout(config.holdout, config.seed)
     try:
-        for order, (rank, row) in enumerate(_rows(config, tokenizer, source, ledger, progress)):
-            heapq.heappush(held, (-rank, order, row))
-            if len(held) > config.holdout:
-                _write(writers["train"], heapq.heappop(held)[2], "train", ledger)
-        for _, _, row in sorted(held, key=lambda item: -item[0]):
-            _write(writers["heldout"], row, "heldout", ledger)
+        for record in _records(config, tokenizer, source, ledger, progress):
+            for leaving in holdout.give(record):
+                _write(writers["train"], leaving, "train", ledger)
+        for record, repeats in holdout.rest():
+            _write(writers["heldout"], record, "heldout", ledger)
+            for name, index in repeats:
+                detail = f"record {record.index} ({record.id}) with this content is held out"
+                ledger.drop(Dropped("repeats_heldout", name, detail), index)
     finally:
-        for writer in writers.values():
+        for writer in (*writers.values(), ledger):
             writer.close()
-    _refuse_useless(config, ledger)
+    refuse_useless(ledger, config.holdout)
+    ledger.warnings = find_warnings(ledger, _length(config))
     return ledger
 
 
-def _write(writer: RowWriter, row: Row, split: str, ledger: Ledger) -> None:
-    writer.add(row)
-    ledger.count_row(split, len(row.tokens), int(row.supervised.sum()))
+def _write(writer: RowWriter, record: Kept, split: str, ledger: Ledger) -> None:
+    ledger.kept += 1
+    ledger.rows.update(record.notes)
+    for row in record.rows:
+        writer.add(row)
+        ledger.count_row(split, len(row.tokens), int(row.supervised.sum()))
 
 
-def _rows(
+def _records(
     config: RowsConfig,
     tokenizer: PreTrainedTokenizerBase,
     source: RecordSource,
     ledger: Ledger,
     progress: Progress | None,
-) -> Iterator[tuple[int, Row]]:
-    """(hold-out rank, row) of every record that is kept, in file order."""
-    renderer = Renderer(tokenizer, config.template_kwargs)
+) -> Iterator[Kept]:
+    """Every record that becomes rows, in file order."""
+    renderer = Renderer(tokenizer, config.template_kwargs, config.cleaning.control_tokens)
+    ledger.template = renderer.describe()
     batch: list[tuple[int, Conversation]] = []
-    for index, conversation in _unique(source, config, ledger):
+    seen: set[bytes] = set()
+    for index, conversation in _cleaned(source, config, ledger):
         batch.append((index, conversation))
         if len(batch) == _BATCH:
-            yield from _finish(batch, renderer, config, ledger)
+            yield from _finish(batch, renderer, config, ledger, seen)
             batch = []
             if progress:
                 progress(ledger.read, config.max_records)
-    yield from _finish(batch, renderer, config, ledger)
+    yield from _finish(batch, renderer, config, ledger, seen)
     ledger.torn = source.torn
     if progress:
         progress(ledger.read, ledger.read)
 
 
-def _unique(
+def _cleaned(
     source: RecordSource, config: RowsConfig, ledger: Ledger
 ) -> Iterator[tuple[int, Conversation]]:
-    """Cleaned conversations, exact repeats left out."""
-    seen: set[bytes] = set()
     for index, record in source:
         ledger.read += 1
         found = clean(record, index, ledger.turns, config.cleaning, config.schema)
         if isinstance(found, Dropped):
             ledger.drop(found, index)
         else:
-            digest = bytes.fromhex(found.content_hash)[:16]
-            if digest in seen:
-                ledger.drop(Dropped("duplicate", found.id), index)
-            else:
-                seen.add(digest)
-                yield index, found
+            yield index, found
         if ledger.read == config.max_records:
             return
 
 
 def _finish(
-    batch: list[tuple[int, Conversation]], renderer: Renderer, config: RowsConfig, ledger: Ledger
-) -> Iterator[tuple[int, Row]]:
-    """Render, cut to length and judge one batch."""
+    batch: list[tuple[int, Conversation]],
+    renderer: Renderer,
+    config: RowsConfig,
+    ledger: Ledger,
+    seen: set[bytes],
+) -> Iterator[Kept]:
+    """Render, cut to length and judge one batch; `seen` holds the contents of earlier records."""
     conversations = [conversation for _, conversation in batch]
-    for (index, conversation), rendered in zip(
+    for (index, _), rendered in zip(
         batch, renderer.render(conversations, ledger.turns), strict=True
     ):
-        made = (
-            rendered
-            if isinstance(rendered, Dropped)
-            else _cut(rendered, conversation, config, ledger)
-        )
-        if isinstance(made, Dropped):
-            ledger.drop(made, index)
+        if isinstance(rendered, Dropped):
+            ledger.drop(rendered, index)
             continue
-        tokens, supervised = made
-        ledger.kept += 1
-        seeded = f"{config.seed}:{conversation.content_hash}".encode()
-        rank = int.from_bytes(hashlib.sha256(seeded).digest()[:8], "big")
-        yield (
-            rank,
-            Row(
-                conversation.id,
-                index,
-                tokens,
-                supervised,
-                token_hash(tokens),
-                conversation.messages(),
-            ),
-        )
+        ledger.name_unproven(index, rendered.conversation.id, rendered.unproven)
+        digest = bytes.fromhex(rendered.conversation.content_hash)
+        repeats = digest[:16] in seen
+        seen.add(digest[:16])
+        ledger.repeats += repeats
+        if repeats and config.duplicates == "drop":
+            ledger.drop(Dropped("duplicate", rendered.conversation.id), index)
+            continue
+        record = _judge(rendered, index, digest, config)
+        if isinstance(record, Dropped):
+            ledger.drop(record, index)
+        else:
+            yield record
 
 
-def _cut(
-    rendered: Rendered, conversation: Conversation, config: RowsConfig, ledger: Ledger
-) -> tuple[np.ndarray, np.ndarray] | Dropped:
-    """Cut at max_length, then behind the last supervised token: what follows it teaches nothing."""
-    limit = config.max_length
-    tokens = np.array(rendered.tokens[:limit], np.int32)
-    supervised = np.array(rendered.supervised[:limit], np.bool_)
-    if not any(rendered.supervised):
-        return Dropped("template_rewrites", conversation.id, "no answer's tokens could be proven")
-    (places,) = np.nonzero(supervised)
-    if not len(places):
-        return Dropped("no_supervised_tokens", conversation.id)
-    if longest_run(supervised) < config.min_supervised:
-        return Dropped("too_short", conversation.id)
-    if len(rendered.tokens) > limit:
-        ledger.rows["truncated"] += 1
-        ledger.rows["cut_mid_answer"] += int(supervised[-1] and rendered.supervised[limit])
-    end = int(places[-1]) + 1
-    return tokens[:end], supervised[:end]
+def _judge(rendered: Rendered, index: int, digest: bytes, config: RowsConfig) -> Kept | Dropped:
+    """The rows of a record, or why none of its parts is of use (the reason of the first)."""
+    talk = rendered.conversation
+    if not rendered.parts:
+        reasons = ", ".join(f"turn {turn + 1}: {why}" for turn, why in rendered.unproven[:4])
+        return Dropped("unproven", talk.id, f"no answer's place could be proven ({reasons})")
+    notes: Counter[str] = Counter()
+    rows: list[Row] = []
+    lost: list[str] = []
+    for number, part in enumerate(rendered.parts):
+        cut = cut_part(part, _length(config), config.cut_mid_answer, config.min_supervised, notes)
+        if isinstance(cut, str):
+            lost.append(cut)
+        else:
+            tokens, supervised = cut
+            messages = talk.messages()
+            digits = token_hash(tokens)
+            rows.append(Row(talk.id, index, tokens, supervised, digits, messages, number))
+    if not rows:
+        length = len(rendered.parts[0].tokens)
+        return Dropped(lost[0], talk.id, f"{length} tokens, max_length {config.max_length}")
+    notes.update(f"lost_parts:{reason}" for reason in lost)
+    notes["further_parts"] += len(rows) - 1
+    return Kept(talk.id, index, digest, tuple(rows), +notes)
 
 
-def longest_run(supervised: np.ndarray) -> int:
-    """Length of the longest unbroken run of true in [n] bool."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], supervised.astype(np.int8), [0]))))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
-
-
-def _refuse_useless(config: RowsConfig, ledger: Ledger) -> None:
-    """A data set that would train nothing, or everything, is refused."""
-    if not ledger.tokens["supervised"]:
-        raise ValueError(
-            f"{config.source}: no row keeps a supervised token, so there is nothing to learn from "
-            f"({ledger.summary()}); look at the reasons, raise max_length or give other "
-            "conversations"
-        )
-    if ledger.tokens["supervised"] == ledger.tokens["total"]:
-        raise ValueError(
-            f"{config.source}: every token of every row is supervised, so prompts would be trained "
-            "on; the chat "
-            "template writes nothing around the answers: give the target's own template"
-        )
-    if not ledger.rows["train"]:
-        raise ValueError(
-            f"{config.source}: holdout={config.holdout} takes all {ledger.kept} usable "
-            "conversations and leaves none "
-            f"to train on ({ledger.summary()}); lower data.rows.holdout or give more conversations"
-        )
+def _length(config: RowsConfig) -> int:
+    """Tokens of a row."""
+    assert config.max_length is not None  # `prepare` has put the target's own limit there
+    return config.max_length

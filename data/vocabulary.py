@@ -7,14 +7,21 @@ identity). Legend: V target, Vd draft.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .rowfile import Rows
+
+class SupervisedTokens(Protocol):
+    """Prepared rows, or a cache of them."""
+
+    def supervised_tokens(self) -> Iterator[np.ndarray]:
+        """The supervised ids, [m] int32 a piece."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +60,17 @@ class DraftVocabulary:
         mask[self.ids] = True
         return mask
 
+    def coverage_of(self, source: SupervisedTokens) -> float:
+        """The share of the supervised tokens of other rows that can be drafted (NaN where there are
+        none).
+
+        Raises:
+            ValueError: the rows use ids beyond V.
+        """
+        counts = _count(source, self.vocab_size)
+        total = int(counts.sum())
+        return float(counts[self.ids.numpy()].sum() / total) if total else float("nan")
+
     @classmethod
     def from_offsets(
         cls, d2t: Tensor, vocab_size: int, coverage: float = float("nan")
@@ -67,40 +85,53 @@ class DraftVocabulary:
 
 
 def draft_vocabulary(
-    rows: Rows, size: int, tokenizer_special_ids: Collection[int], vocab_size: int
+    source: SupervisedTokens, size: int, forced_ids: Collection[int], vocab_size: int
 ) -> DraftVocabulary:
     """The `size` ids that supervised tokens use most; ties go to the smaller id.
 
     Args:
-        tokenizer_special_ids: always included (the ids that end a turn).
+        forced_ids: always included: the ids that end a turn, and those of single bytes
+            (`byte_token_ids`), so that any text can be drafted.
         vocab_size: V of the target.
     Raises:
-        ValueError: size does not hold the special ids or passes V, or the rows use ids beyond V.
+        ValueError: size does not hold the forced ids or passes V, or the rows use ids beyond V.
     """
-    special = sorted(set(tokenizer_special_ids))
-    if special and not 0 <= special[0] <= special[-1] < vocab_size:
-        raise ValueError(f"special ids {special} do not lie inside the vocabulary of {vocab_size}")
-    if not max(len(special), 1) <= size <= vocab_size:
+    forced = sorted(set(forced_ids))
+    if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
         raise ValueError(
-            f"draft vocabulary size {size}: must lie between {max(len(special), 1)} (the special "
-            "ids) and "
+            f"the ids {forced[:8]} that must be inside do not lie inside the vocabulary of "
+            f"{vocab_size}"
+        )
+    if not max(len(forced), 1) <= size <= vocab_size:
+        raise ValueError(
+            f"draft vocabulary size {size}: must lie between {max(len(forced), 1)} (the ids that "
+            "end a turn and those of single bytes) and "
             f"{vocab_size} (the target's vocabulary)"
         )
-    counts = np.zeros(vocab_size, np.int64)
-    for tokens in rows.supervised_tokens():
-        if len(tokens) and int(tokens.max()) >= vocab_size:
-            raise ValueError(
-                f"{rows.folder}: token {int(tokens.max())} lies beyond the vocabulary of "
-                f"{vocab_size}; the rows "
-                "belong to another tokenizer: run prepare with this target"
-            )
-        counts += np.bincount(tokens, minlength=vocab_size)
+    counts = _count(source, vocab_size)
     total = int(counts.sum())
     if not total:
-        raise ValueError(f"{rows.folder}: the rows hold no supervised token to count")
+        raise ValueError(f"{_name(source)}: no supervised token to count; run prepare again")
     wanted = counts.copy()
-    wanted[special] = np.iinfo(np.int64).max
+    wanted[forced] = np.iinfo(np.int64).max
     chosen = np.sort(np.argsort(-wanted, kind="stable")[:size])
     return DraftVocabulary(
         torch.from_numpy(chosen), float(counts[chosen].sum() / total), vocab_size
     )
+
+
+def _count(source: SupervisedTokens, vocab_size: int) -> np.ndarray:
+    """[V] int64: how often each id is supervised."""
+    counts = np.zeros(vocab_size, np.int64)
+    for tokens in source.supervised_tokens():
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise ValueError(
+                f"{_name(source)}: token {int(tokens.max())} lies beyond the vocabulary of "
+                f"{vocab_size}; the rows belong to another tokenizer: run prepare with this target"
+            )
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def _name(source: SupervisedTokens) -> str:
+    return str(getattr(source, "folder", type(source).__name__))

@@ -107,6 +107,18 @@ def fingerprint(folder: Path | str) -> dict[str, str]:
     }
 
 
+def longest_text(folder: Path | str) -> int | None:
+    """Tokens that the target can read, as its config.json says (max_position_embeddings, of the
+    text part where a model has several); None where it does not.
+    """
+    config = read_json(Path(folder) / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        limit = part.get("max_position_embeddings")
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
 class Target:
     """A frozen target with its trunk. `forward` takes packed rows and an attention context.
 

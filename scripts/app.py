@@ -18,7 +18,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +91,8 @@ class Verb:
             `--help` lists.
         examples: whole command lines. kept: what an interruption leaves behind, in words.
         defaults: overrides that stand before the user's, unless the user sets the same key.
+        flags: short ways to write an override, e.g. {"--show": "prepare.show"}: `--show 3` and
+            `--show=3` are `prepare.show=3`.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Verb:
     examples: tuple[str, ...]
     kept: str
     defaults: tuple[str, ...] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line (`sys.argv` when none is given) and return its exit code."""
@@ -109,7 +112,7 @@ class Verb:
         given = [word for word in given if not word.startswith(("--local_rank", "--local-rank"))]
         console = Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
         with _short_warnings():
-            return self._guarded(lambda: self._run(given, console))
+            return self._guarded(lambda: self._run(self._spelt_out(given), console))
 
     def help(self) -> str:
         """The text of `--help`: purpose, input, output, options with defaults and meanings,
@@ -130,6 +133,9 @@ class Verb:
                 lines.append(f"  {key}={_shown(OmegaConf.select(node, key))}")
                 if meaning:
                     lines.append(f"      {meaning}")
+        if self.flags:
+            lines += ["", "short for an option:"]
+            lines += [f"  {flag} N  is  {key}=N" for flag, key in self.flags.items()]
         lines += ["", "groups of defaults, chosen by group=name:"]
         lines += [f"  {name:<12}{', '.join(choices)}" for name, choices in groups().items()]
         lines += ["", "examples:", *(f"  {example}" for example in self.examples), ""]
@@ -138,6 +144,21 @@ class Verb:
             "arose."
         )
         return "\n".join(lines)
+
+    def _spelt_out(self, given: list[str]) -> list[str]:
+        """The command line with every flag as the override that it stands for."""
+        words: list[str] = []
+        rest = iter(given)
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if name not in self.flags:
+                words.append(word)
+                continue
+            value = value if equals else next(rest, "")
+            if not value or (not equals and value.startswith("-")):
+                raise ValueError(f"{name} needs a value: {name} N, or {self.flags[name]}=N")
+            words.append(f"{self.flags[name]}={value}")
+        return words
 
     def _run(self, given: list[str], console: Console) -> int:
         flags = get_args_parser().parse_intermixed_args(given)

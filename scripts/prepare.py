@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from rich.markup import escape
 from rich.table import Table
 
 from ..conf.schema import Config
-from ..data.rows import Prepared, prepare
+from ..data.rows import Prepared, Rows, prepare
+from ..data.show import show
 from ..models.provenance import write_provenance
-from ..models.target import fingerprint, load_tokenizer, prepare_folder
+from ..models.target import fingerprint, load_tokenizer, longest_text, prepare_folder
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
@@ -18,6 +20,12 @@ from .progress import progress
 def run(config: Config, invocation: Invocation) -> None:
     """Write token rows, or say that those there are the ones asked for."""
     done = rows(config, invocation)
+    if config.prepare.show:
+        tokenizer = load_tokenizer(prepare_folder(config.target))
+        shown = show(
+            Rows.open(done.folder), tokenizer, config.prepare.show, config.prepare.show_ids
+        )
+        invocation.console.print(shown, highlight=False)
     invocation.wrote(rows=done.folder, ledger=done.folder / "ledger.json")
     invocation.next("dump")
 
@@ -28,7 +36,12 @@ def rows(config: Config, invocation: Invocation) -> Prepared:
     folder = prepare_folder(config.target)
     with progress(invocation.console, "records", "records") as report:
         done = prepare(
-            config.data.rows, load_tokenizer(folder), fingerprint(folder), artifacts.rows, report
+            config.data.rows,
+            load_tokenizer(folder),
+            fingerprint(folder),
+            artifacts.rows,
+            report,
+            longest_text(folder),
         )
     if done.reused:
         invocation.say("reused: rows (key matches)")
@@ -36,24 +49,37 @@ def rows(config: Config, invocation: Invocation) -> Prepared:
         if done.changed:
             invocation.say(f"made anew: rows ({', '.join(done.changed)} changed)")
         write_provenance(done.folder, invocation.resolved)
-    _show(done, invocation)
+    _tell(done, invocation)
     return done
 
 
-def _show(done: Prepared, invocation: Invocation) -> None:
-    """The ledger: what was read, kept, dropped, and for what reason."""
-    records, tokens = done.ledger["records"], done.ledger["tokens"]
+def _tell(done: Prepared, invocation: Invocation) -> None:
+    """The ledger: what was read, kept, dropped and for what reason, what to look at, and one line
+    of the whole.
+    """
+    records, tokens, rows = (done.ledger[name] for name in ("records", "tokens", "rows"))
     table = Table("records", "", box=None, pad_edge=False)
     table.columns[1].justify = "right"
-    for name in ("read", "torn", "kept"):
+    for name in ("read", "torn", "kept", "repeats"):
         table.add_row(name, f"{records[name]:,}")
     for reason, count in records["dropped"].items():
         if count:
             table.add_row(f"dropped: {reason}", f"{count:,}")
+    for name, count in done.ledger["turns"].items():
+        if name.startswith("unproven_"):
+            table.add_row(f"answers: {name}", f"{count:,}")
     invocation.console.print(table)
+    system = done.ledger["template"].get("default_system")
+    if system:
+        invocation.say(f"the template adds a system text of its own: {escape(repr(system))}")
+    for warning in done.ledger["warnings"]:
+        invocation.say(f"[yellow]warning:[/] {escape(warning)}")
     share = tokens["supervised"] / max(tokens["total"], 1)
     invocation.say(
-        f"{tokens['total']:,} tokens, {tokens['supervised']:,} of them supervised ({share:.1%})"
+        f"[bold]{rows['train'] + rows['heldout']:,} rows ({rows['heldout']:,} held out)[/] of "
+        f"{records['kept']:,} of {records['read']:,} records; {share:.1%} of {tokens['total']:,} "
+        f"tokens supervised; {rows['truncated']:,} rows truncated, {rows['cut_mid_answer']:,} of "
+        f"them within an answer; {done.ledger['turns']['unproven']:,} answers unproven"
     )
 
 
@@ -61,10 +87,15 @@ VERB = Verb(
     name="prepare",
     task=run,
     reads="conversations (data.rows.source) and the target's tokenizer and chat template",
-    writes="WORK/rows: train.parquet, heldout.parquet, ledger.json, manifest.json, provenance.json",
-    sections=("work", "target.source", "target.folder", "data.rows"),
+    writes=(
+        "WORK/rows: train.parquet, heldout.parquet, ledger.json, dropped.parquet, "
+        "unproven.parquet, manifest.json, provenance.json"
+    ),
+    sections=("work", "target.source", "target.folder", "data.rows", "prepare"),
+    flags={"--show": "prepare.show"},
     examples=(
         "draftsmith prepare",
+        "draftsmith prepare --show 3",
         "draftsmith prepare work=work/mine data.rows.source=chats.jsonl data.rows.max_length=4096",
         "draftsmith prepare target=qwen3-8b +data.rows.template_kwargs.enable_thinking=false",
     ),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..conf.schema import Config
+from ..data.backend import byte_token_ids
 from ..data.batches import BatchPlan, RowSource
 from ..data.probes import ProbeReport, probe_states
 from ..data.rows import Rows
@@ -24,7 +25,13 @@ from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, read_json
 from ..models.heads import MTPHead, build_head, save_head
 from ..models.provenance import write_provenance
-from ..models.target import eos_ids, fingerprint, prepare_folder, torch_device
+from ..models.target import (
+    eos_ids,
+    fingerprint,
+    load_tokenizer,
+    prepare_folder,
+    torch_device,
+)
 from ..models.trunk import Trunk
 from ..train.loop import Trainer
 from ..train.ranks import barrier, rank, set_apart, start
@@ -125,11 +132,13 @@ def _train(
     probe(source, trunk).refuse_faults(f"the states of {rows.folder}, read for training")
     draft_ids, coverage = None, 1.0
     if config.train.draft_vocab_size is not None:
-        ends = eos_ids(folder, target_config)
-        vocabulary = draft_vocabulary(rows, config.train.draft_vocab_size, ends, trunk.vocab_size)
+        forced = eos_ids(folder, target_config) | byte_token_ids(load_tokenizer(folder))
+        vocabulary = draft_vocabulary(rows, config.train.draft_vocab_size, forced, trunk.vocab_size)
         draft_ids, coverage = vocabulary.ids, vocabulary.coverage
+        heldout = vocabulary.coverage_of(Rows.open(artifacts.learned, "heldout"))
         invocation.say(
-            f"draft vocabulary: {len(draft_ids):,} ids, {coverage:.1%} of the supervised tokens"
+            f"draft vocabulary: {len(draft_ids):,} ids, {coverage:.2%} of the supervised tokens "
+            f"of training rows, {heldout:.2%} of held-out ones"
         )
 
     facts = {

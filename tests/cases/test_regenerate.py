@@ -54,7 +54,7 @@ def prepared(folder: Path, given: list[Any], target: Target, holdout: int = 2) -
     """Rows of these conversations."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "talks.json").write_text(json.dumps(given))
-    config = RowsConfig(str(folder / "talks.json"), holdout=holdout)
+    config = RowsConfig(str(folder / "talks.json"), holdout=holdout, max_length=2048)
     prepare(config, load_tokenizer(target.folder), target.fingerprint, folder / "rows")
     return folder / "rows"
 

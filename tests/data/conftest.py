@@ -84,5 +84,10 @@ def toy_rows(
     """36 training rows (and 4 held out) of the toy conversations."""
     out = tmp_path_factory.mktemp("rows")
     tokenizer = load_tokenizer(toy_target.folder)
-    prepare(RowsConfig(str(chats_file), holdout=4), tokenizer, toy_target.fingerprint, out)
+    prepare(
+        RowsConfig(str(chats_file), holdout=4, max_length=2048),
+        tokenizer,
+        toy_target.fingerprint,
+        out,
+    )
     return Rows.open(out)

@@ -323,7 +323,7 @@ def test_rows_of_another_tokenizer(toy_target: Target, chats_file: Path, tmp_pat
     """Case 16: the field and both values are named."""
     for field in ("tokenizer", "chat_template"):
         fingerprint = {**toy_target.fingerprint, field: "other"}
-        config = RowsConfig(str(chats_file), holdout=4)
+        config = RowsConfig(str(chats_file), holdout=4, max_length=2048)
         prepare(config, load_tokenizer(toy_target.folder), fingerprint, tmp_path / field)
         rows = Rows.open(tmp_path / field)
         with pytest.raises(ValueError, match=f"{field} of the rows is 'other', the target's is"):

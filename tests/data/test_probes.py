@@ -30,7 +30,7 @@ class Captured:
         rows = []
         for question, answer in texts:
             turns = (Turn("user", question), Turn("assistant", answer))
-            rows.append(torch.tensor(render(Conversation("x", turns), tokenizer).tokens))
+            rows.append(torch.tensor(render(Conversation("x", turns), tokenizer).parts[0].tokens))
         self.target = target
         self.last = target.num_layers
         self.tokens = torch.cat(rows)

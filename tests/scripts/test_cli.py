@@ -198,3 +198,23 @@ def test_next_command_carries_the_overrides(capsys: pytest.CaptureFixture[str]) 
     """What is printed can be run as it stands, quoting included."""
     assert verb(lambda _, call: call.next("dump")).main(["work=a b"]) == 0
     assert "next: draftsmith dump 'work=a b'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--show", "3"], ["--show=3"], ["prepare.show=3"]])
+def test_a_flag_is_short_for_an_option(words: list[str]) -> None:
+    """In both spellings, and the option itself still works."""
+    seen: list[tuple[Config, Invocation]] = []
+    showing = verb(lambda *given: seen.append(given), flags={"--show": "prepare.show"})
+    assert showing.main([*words, "train.lr=0.1"]) == 0
+    ((config, invocation),) = seen
+    assert (config.prepare.show, config.train.lr) == (3, 0.1)
+    assert "prepare.show=3" in invocation.overrides
+
+
+def test_a_flag_needs_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and how to write it; --help lists the flags of a verb."""
+    for words in (["--show"], ["--show="], ["--show", "--multirun"]):
+        assert verb(lambda *_: None, flags={"--show": "prepare.show"}).main(words) == 2
+        assert "--show needs a value: --show N, or prepare.show=N" in capsys.readouterr().err
+    assert main(["prepare", "--help"]) == 0
+    assert "--show N  is  prepare.show=N" in capsys.readouterr().out
