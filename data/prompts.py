@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from .conversations import Dropped, clean
+from .clean import clean
+from .conversations import Dropped
 from .render import Renderer
 from .rowfile import Rows
 from .sources import open_source

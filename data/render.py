@@ -33,7 +33,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .backend import special_texts
-from .conversations import Conversation, Dropped, cut_before
+from .clean import cut_before
+from .conversations import Conversation, Dropped
 from .marks import Layout, Marker, Part
 from .spans import Answer, blocks_explain, find_answer
 

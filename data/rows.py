@@ -23,8 +23,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..models.files import atomic_write_json, commit, content_hash, read_json
+from .clean import clean
 from .cleaning import DEFAULT, CleaningConfig
-from .conversations import Conversation, Dropped, clean
+from .conversations import Conversation, Dropped
 from .cut import cut_part
 from .holdout import Holdout, Kept
 from .ledger import DROPPED, UNPROVEN, Ledger, TableWriter
@@ -47,7 +48,7 @@ from .verdict import find_warnings, refuse_useless
 __all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare"]
 
 Progress = Callable[[int, int | None], None]
-RULES = 2  # raised when the rules of conversations.py or render.py change what a record becomes
+RULES = 2  # raised when the rules of clean.py or render.py change what a record becomes
 _BATCH = 128
 
 

@@ -2,7 +2,7 @@
 
 A document is a block of lines between blank lines; one longer than 16,384 characters is divided at
 a line end, or in the line where there is none. Each becomes a record {"text": ...}. Text has no
-turns: all of it is supervised but the first token (see conversations.py). Rendered conversations,
+turns: all of it is supervised but the first token (see clean.py). Rendered conversations,
 which have blank lines inside, belong into JSONL as {"text": ...}.
 """
 

