@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..data.combine import CombineConfig
 from ..data.dump import DumpConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
@@ -181,6 +182,7 @@ class Config:
     engine: EngineConfig
     tracker: TrackerConfig
     validate: ValidateConfig = field(default_factory=ValidateConfig)
+    combine: CombineConfig = field(default_factory=CombineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     import_head: ImportConfig = field(default_factory=ImportConfig)

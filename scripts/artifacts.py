@@ -11,15 +11,19 @@ from ..conf.schema import Config
 @dataclass(frozen=True)
 class Artifacts:
     """The paths of a run: `work` holds what it makes, `inputs` its rows and caches (the same
-    folder, mostly)."""
+    folder, mostly); `cache` is a path or an fsspec URL."""
 
     work: Path
     inputs: Path
+    cache: str
+    """The target's hidden states."""
 
     @classmethod
     def of(cls, config: Config) -> Artifacts:
         """Those of a configuration."""
-        return cls(Path(config.work), Path(config.inputs or config.work))
+        inputs = Path(config.inputs or config.work)
+        cache = (config.data.dump.folder or str(inputs / "cache")).rstrip("/")
+        return cls(Path(config.work), inputs, cache)
 
     @property
     def rows(self) -> Path:
@@ -27,14 +31,9 @@ class Artifacts:
         return self.inputs / "rows"
 
     @property
-    def cache(self) -> Path:
-        """The target's hidden states."""
-        return self.inputs / "cache"
-
-    @property
-    def heldout_cache(self) -> Path:
-        """The same of the held-out rows, which validation reads."""
-        return self.inputs / "cache-heldout"
+    def heldout_cache(self) -> str:
+        """The states of the held-out rows, which validation reads."""
+        return f"{self.cache}-heldout"
 
     @property
     def train(self) -> Path:

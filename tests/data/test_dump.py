@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.data import cache as cache_module
 from draftsmith.data import dump as dump_module
+from draftsmith.data import prefill as prefill_module
+from draftsmith.data import store as store_module
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.cache import Cache
-from draftsmith.data.dump import DumpConfig, dump, plan_shards
+from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.online import OnlineRows
+from draftsmith.data.plan import plan_shards
 from draftsmith.data.rows import Rows, RowsConfig, prepare
 from draftsmith.inference.capture import capture
 from draftsmith.models.target import Target, TargetConfig, load_tokenizer
@@ -134,7 +136,7 @@ def test_finished_cache_is_reused(
 ) -> None:
     """The same command again runs no pass and changes no byte."""
     before = contents(undisturbed)
-    monkeypatch.setattr(dump_module, "capture", None)
+    monkeypatch.setattr(prefill_module, "capture", None)
     done = dump(SMALL, toy_rows, toy_target, undisturbed)
     assert done.reused
     assert contents(undisturbed) == before
@@ -147,7 +149,7 @@ def test_finished_cache_of_other_settings_is_not_removed_unasked(
     dump(DumpConfig(max_tokens=200), toy_rows, toy_target, tmp_path)
     before = contents(tmp_path)
     with pytest.raises(
-        ValueError, match=r"boundaries \[2\] -> \[1\]; max_tokens 200 -> 300\); choose"
+        ValueError, match=r"1 of 1 shards .*\(boundaries \[2\] -> \[1\]; max_tokens 200 -> 300\); choose"
     ):
         dump(DumpConfig(boundaries=(1,), max_tokens=300), toy_rows, toy_target, tmp_path)
     assert contents(tmp_path) == before
@@ -196,7 +198,7 @@ def test_stopped_dump_goes_on_to_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C leaves whole shards and says so; the next run adds the rest and nothing differs."""
-    monkeypatch.setattr(dump_module, "capture", stopping(after, KeyboardInterrupt()))
+    monkeypatch.setattr(prefill_module, "capture", stopping(after, KeyboardInterrupt()))
     with pytest.raises(
         KeyboardInterrupt, match=r"[1-9]\d* of \d+ shards are whole .* goes on there"
     ):
@@ -205,7 +207,7 @@ def test_stopped_dump_goes_on_to_the_same_bytes(
     assert all(name.startswith("shard-") for name in whole)
     with pytest.raises(ValueError, match="not finished"):
         Cache.open(tmp_path)
-    monkeypatch.setattr(dump_module, "capture", capture)
+    monkeypatch.setattr(prefill_module, "capture", capture)
     done = dump(SMALL, toy_rows, toy_target, tmp_path)
     assert done.resumed == len(whole) > 0
     assert contents(tmp_path) == contents(undisturbed)
@@ -220,12 +222,12 @@ def test_shards_of_other_settings_are_removed_with_a_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An unfinished dump of other settings does not leak into this one."""
-    monkeypatch.setattr(dump_module, "capture", stopping(25, Stop()))
+    monkeypatch.setattr(prefill_module, "capture", stopping(25, Stop()))
     with pytest.raises(Stop):
         dump(DumpConfig(shard_tokens=200, tokens_per_batch=128), toy_rows, toy_target, tmp_path)
-    monkeypatch.setattr(dump_module, "capture", capture)
+    monkeypatch.setattr(prefill_module, "capture", capture)
     assert dump(SMALL, toy_rows, toy_target, tmp_path).resumed == 0
-    assert "removed shard-00000.safetensors: it was made with other settings" in caplog.text
+    assert "removed shard-00000.safetensors: it was made of other rows or settings" in caplog.text
     assert contents(tmp_path) == contents(undisturbed)
 
 
@@ -287,8 +289,8 @@ def test_missing_states_stop_the_run(
             k: v[:-1] if len(rows) > 1 and len(boundaries) == 1 else v for k, v in states.items()
         }
 
-    monkeypatch.setattr(dump_module, "_probe", lambda *arguments: Fine())
-    monkeypatch.setattr(dump_module, "capture", short)
+    monkeypatch.setattr(dump_module, "probe_rows", lambda *arguments: Fine())
+    monkeypatch.setattr(prefill_module, "capture", short)
     with pytest.raises(ValueError, match=r"rows 0 to [1-9]\d* have \d+ tokens, boundary 2 came"):
         dump(DumpConfig(tokens_per_batch=512), toy_rows, toy_target, tmp_path)
 
@@ -311,7 +313,7 @@ def test_faulty_states_are_refused_before_the_dump(
         states = capture(target, rows, boundaries)
         return {k: v.roll(1, 0) if len(rows) > 1 else v for k, v in states.items()}
 
-    monkeypatch.setattr(dump_module, "capture", sliding)
+    monkeypatch.setattr(prefill_module, "capture", sliding)
     with pytest.raises(
         ValueError, match="argmax: the states choose the engine's own token at only"
     ):
@@ -358,9 +360,9 @@ def test_no_room(
     toy_rows: Rows, toy_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 64: refused before the first pass."""
-    usage = cache_module.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(dump_module, "capture", None)
+    usage = store_module.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(prefill_module, "capture", None)
     with pytest.raises(ValueError, match="the cache needs 0.000 GB more"):
         dump(SMALL, toy_rows, toy_target, tmp_path)
 
@@ -396,6 +398,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from draftsmith.data.dump import DumpConfig, dump
+from draftsmith.data.plan import plan_shards
 from draftsmith.data.rows import Rows
 from draftsmith.models.target import Target, TargetConfig
 
