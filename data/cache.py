@@ -189,9 +189,9 @@ class Cache:
         file = self._open(number)
         if file.key != line["key"] or shard_name(file.number) != line["name"]:
             raise ValueError(
-                f"{file.path}: it is shard {file.number} with the key {file.key[:16]}, the manifest "
-                f"promises {line['key'][:16]}; files of two caches are mixed: delete it and run "
-                "dump again"
+                f"{file.path}: it is shard {file.number} with the key {file.key[:16]}, the "
+                f"manifest promises {line['key'][:16]}; files of two caches are mixed: delete "
+                "it and run dump again"
             )
         file.check_schema(self.boundaries, self.hidden_size, self.dtype)
         if file.size != line["bytes"] or file.facts().header_sha256 != line["header_sha256"]:

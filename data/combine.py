@@ -27,7 +27,7 @@ class CombineConfig:
     caches: tuple[str, ...] = ()
     """Folders or URLs of finished caches, in the order of their rows."""
     out: str | None = None
-    """Folder or URL of the combination."""
+    """Folder or URL of the combination; null is cache/ below the work folder."""
     max_tokens: int | None = None
     """The first rows, up to so many tokens."""
     min_length: int = 1
@@ -57,21 +57,18 @@ class Combined:
     left_out: dict[str, int]
 
 
-def combine(config: CombineConfig, overwrite: bool = False) -> Combined:
-    """Write the combination.
+def combine(config: CombineConfig, out: Path | str, overwrite: bool = False) -> Combined:
+    """Write the combination into `out`.
 
     Args:
-        overwrite: replace another combination in `config.out`; never a cache with shards.
+        overwrite: replace another combination that lies there; never a cache with shards.
     Raises:
         ValueError: nothing to combine, caches that differ in target, boundaries, dtype, size or
             split, an `out` that holds something else, an id that no cache has, no row left.
     """
-    if not config.caches or not config.out:
-        raise ValueError(
-            "combine needs combine.caches=[FOLDER,…] and combine.out=FOLDER: the caches to read and "
-            "where the combination goes"
-        )
-    out = Store(config.out)
+    if not config.caches:
+        raise ValueError("combine needs combine.caches=[FOLDER,…], the caches to read")
+    place = Store(out)
     sources = [Store(place) for place in config.caches]
     manifests = [read_manifest(source) for source in sources]
     _same(sources, manifests)
@@ -86,7 +83,7 @@ def combine(config: CombineConfig, overwrite: bool = False) -> Combined:
         places = {shard: len(lines) + place for place, shard in enumerate(used)}
         for shard in used:
             line = manifest["shards"][shard]
-            lines.append({"folder": out.reference(folder_of(source, line)), **_without(line)})
+            lines.append({"folder": place.reference(folder_of(source, line)), **_without(line)})
         moved = pa.array([places[shard] for shard in kept["shard"].to_pylist()], pa.int32())
         tables.append(kept.set_column(SCHEMA.names.index("shard"), SCHEMA.field("shard"), moved))
     choice.refuse_unknown(sources)
@@ -96,12 +93,10 @@ def combine(config: CombineConfig, overwrite: bool = False) -> Combined:
             f"no row of {', '.join(config.caches)} is left: {dict(choice.left_out)}; widen the "
             "choice"
         )
-    key = content_hash(
-        [manifests[0]["target"], [line["key"] for line in lines], _places(table)]
-    )
-    _refuse(out, key, overwrite)
-    manifest = write_manifest(out, key, _about(config, sources, manifests), table, lines, [])
-    return Combined(out.place, manifest, dict(choice.left_out))
+    key = content_hash([manifests[0]["target"], [line["key"] for line in lines], _places(table)])
+    _refuse(place, key, overwrite)
+    manifest = write_manifest(place, key, _about(config, sources, manifests), table, lines, [])
+    return Combined(place.place, manifest, dict(choice.left_out))
 
 
 class _Choice:
@@ -191,8 +186,8 @@ def _refuse(out: Store, key: str, overwrite: bool) -> None:
         raise ValueError(f"{out.place} holds something else than a combination; choose another out")
     if there["key"] != key and not overwrite:
         raise ValueError(
-            f"{out.place} holds another combination, of {', '.join(there['parts'])}; choose another "
-            "out, or overwrite=true to replace it"
+            f"{out.place} holds another combination, of {', '.join(there['parts'])}; choose "
+            "another out, or overwrite=true to replace it"
         )
 
 
@@ -214,7 +209,8 @@ def _about(
         "rows_key": list(dict.fromkeys(rows_keys)),
         "parts": [source.place for source in sources],
         "choice": {
-            name: getattr(config, name) for name in ("max_tokens", "min_length", "max_length", "ids")
+            name: getattr(config, name)
+            for name in ("max_tokens", "min_length", "max_length", "ids")
         },
         "probes": [manifest["probes"] for manifest in manifests],
         "identity": {},

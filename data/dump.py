@@ -144,7 +144,7 @@ def dump(
         "max_tokens": config.max_tokens,
     }
     old = _finished(store)
-    changed = tuple(changes(old["identity"], identity)) if old else ()
+    changed = _changed(old, identity)
     if old and not changed and intact(store, old):
         return Dumped(store.place, old, True, len(keys), len(keys))
     if old and not config.overwrite:
@@ -170,8 +170,8 @@ def dump(
         except KeyboardInterrupt:
             writer.flush()
             raise KeyboardInterrupt(
-                f"dump stopped: {len(keys) - len(writer.missing())} of {len(keys)} shards are whole "
-                f"in {store.place}; the same command goes on there"
+                f"dump stopped: {len(keys) - len(writer.missing())} of {len(keys)} shards are "
+                f"whole in {store.place}; the same command goes on there"
             ) from None
     kept = len(writer.kept)
     return Dumped(store.place, manifest, False, kept, len(writer.own), changed)
@@ -251,6 +251,15 @@ def _finished(store: Store) -> dict[str, Any] | None:
     return {"identity": {}, **manifest}
 
 
+def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> tuple[str, ...]:
+    """What differs from a finished cache."""
+    if old is None:
+        return ()
+    if old.get("format") != FORMAT:
+        return (f"format {old.get('format')!r} -> {FORMAT}",)
+    return tuple(changes(old["identity"], identity))
+
+
 def _refuse_loss(
     store: Store,
     old: dict[str, Any],
@@ -272,8 +281,11 @@ def _refuse_loss(
         )
     lines = old["shards"]
     lost = [n for n, line in enumerate(lines) if line.get("key") != dict(enumerate(keys)).get(n)]
-    same = old["format"] == FORMAT and old.get("split") == split
-    same = same and all(old["identity"].get(name) == value for name, value in states.items())
+    if old.get("format") != FORMAT:
+        lost = list(range(len(lines)))
+    there = old["identity"]
+    same = old.get("split") == split
+    same = same and all(there.get(name) == value for name, value in states.items())
     if lost and not (same and lost == [len(lines) - 1]):
         raise ValueError(
             f"{store.place} holds a finished cache, of which {len(lost)} of {len(lines)} shards "

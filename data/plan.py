@@ -2,10 +2,10 @@
 each shard by content.
 
 A shard's key is the hash of all that determines its bytes: the format, the engine's version, the
-target's fingerprint and dtype, the boundaries, the cache's dtype, tokens_per_batch (which rows share
-a pass), and the numbers, ids, token hashes and mask hashes of its rows. So a change is noticed
-whatever caused it, and a shard that nothing touched keeps its key: data appended to the rows leave
-all shards but the last as they are.
+target's fingerprint and dtype, the boundaries, the cache's dtype, tokens_per_batch (which rows
+share a pass), and the numbers, ids, token hashes and mask hashes of its rows. So a change is
+noticed whatever caused it, and a shard that nothing touched keeps its key: data appended to the
+rows leave all shards but the last as they are.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ argmax: the cached states and the engine, run anew on each row alone, must choos
         else they come from another layer, another row or another batch.
 
 Where the cache holds one byte a value, shift and norm are probed on the states as they are read
-back, argmax (which looks for states of another place) on the exact ones; and what the dtype costs is
-measured: how often the two choose the same token, and how much likelihood is lost.
+back, argmax (which looks for states of another place) on the exact ones; and what the dtype costs
+is measured: how often the two choose the same token, and how much likelihood is lost.
 
 A target that predicts nothing (random weights) makes the first two inconclusive: said, not refused.
 Legend: N packed tokens, H hidden, V vocabulary, R rows.

@@ -225,7 +225,9 @@ class ShardFile:
         try:
             lists = {f.name: json.loads(self._metadata[f.name]) for f in fields(ShardRows)}
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.path}: no row list {error} in its header; dump again") from None
+            raise ValueError(
+                f"{self.path}: no row list {error} in its header; dump again"
+            ) from None
         lists["quarantined"] = map(tuple, lists["quarantined"])
         return ShardRows(**{name: tuple(values) for name, values in lists.items()})
 

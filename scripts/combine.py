@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from ..conf.schema import Config
-from ..data.combine import combine
+from ..data.combine import CombineConfig, combine
 from ..data.store import Store
 from ..models.provenance import provenance
 from .app import Invocation, Verb
+from .artifacts import Artifacts
 
 
 def run(config: Config, invocation: Invocation) -> None:
-    """Write the combination and say what it holds."""
-    done = combine(config.combine, config.overwrite)
-    Store(done.folder).write_json("provenance.json", provenance(invocation.resolved))
+    """Write the combination, and that of the held-out caches beside the given ones."""
+    out = (config.combine.out or Artifacts.of(config).cache).rstrip("/")
+    _write(config.combine, out, config.overwrite, invocation)
+    written = {"combination": out}
+    heldout = tuple(
+        place
+        for place in (f"{cache.rstrip('/')}-heldout" for cache in config.combine.caches)
+        if Store(place).exists("manifest.json")
+    )
+    if heldout:
+        # Held-out rows are few, and all of them are wanted.
+        whole = CombineConfig(caches=heldout)
+        written["heldout"] = f"{out}-heldout"
+        _write(whole, written["heldout"], config.overwrite, invocation)
+    invocation.wrote(**written)
+    named = [] if config.combine.out is None else [f"data.dump.folder={out}"]
+    invocation = dataclasses.replace(invocation, overrides=_kept(invocation.overrides))
+    invocation.next("train", *named)
+
+
+def _write(choice: CombineConfig, out: str, overwrite: bool, invocation: Invocation) -> None:
+    done = combine(choice, out, overwrite)
+    Store(out).write_json("provenance.json", provenance(invocation.resolved))
     counts = done.manifest["counts"]
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(done.left_out.items()))
     invocation.say(
-        f"{counts['rows']:,} rows, {counts['tokens']:,} tokens in {len(done.manifest['shards'])} "
-        f"shards of {len(config.combine.caches)} caches; left out: {left_out or 'none'}"
+        f"{out.rpartition('/')[2]}: {counts['rows']:,} rows, {counts['tokens']:,} tokens in "
+        f"{len(done.manifest['shards'])} shards of {len(choice.caches)} caches; left out: "
+        f"{left_out or 'none'}"
     )
-    invocation.wrote(combination=done.folder)
-    invocation.next("train", f"data.dump.folder={done.folder}")
+
+
+def _kept(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """What the next command needs of this one's line."""
+    return tuple(word for word in overrides if not word.startswith("combine."))
 
 
 VERB = Verb(
     name="combine",
     task=run,
-    reads="index and manifest of finished caches (combine.caches)",
-    writes="combine.out: index.parquet, manifest.json, provenance.json; shards stay where they are",
-    sections=("overwrite", "combine"),
+    reads="index and manifest of finished caches (combine.caches, and CACHE-heldout beside them)",
+    writes=(
+        "WORK/cache and WORK/cache-heldout (or combine.out and OUT-heldout): index.parquet, "
+        "manifest.json, provenance.json; shards stay where they are"
+    ),
+    sections=("work", "overwrite", "combine"),
     examples=(
-        "draftsmith combine combine.caches=[work/a/cache,work/b/cache] combine.out=work/both",
-        "draftsmith combine combine.caches=[work/a/cache] combine.out=work/short "
+        "draftsmith combine 'combine.caches=[work/a/cache,work/b/cache]' combine.out=work/both",
+        "draftsmith combine 'combine.caches=[work/a/cache]' combine.out=work/short "
         "combine.max_length=1024 combine.max_tokens=1000000",
     ),
-    kept="nothing is half-written: the manifest comes last",
+    kept="the manifest comes last; nothing counts as whole before it",
 )
 
 

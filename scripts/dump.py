@@ -75,7 +75,7 @@ def _cache(
     resumed = f", {done.resumed} of {done.shards} shards kept" if done.resumed else ""
     size = sum(shard["bytes"] for shard in done.manifest["shards"])
     invocation.say(
-        f"{name}: counts['rows']:,} rows, {counts['tokens']:,} tokens, {size / 1e6:,.0f} MB "
+        f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {size / 1e6:,.0f} MB "
         f"in {seconds:.0f} s"
         f"{resumed}"
     )

@@ -86,3 +86,19 @@ def toy_rows(
     tokenizer = load_tokenizer(toy_target.folder)
     prepare(RowsConfig(str(chats_file), holdout=4), tokenizer, toy_target.fingerprint, out)
     return Rows.open(out)
+
+
+@pytest.fixture
+def poisoned(toy_rows: Rows, toy_folder: Path) -> Callable[..., Target]:
+    """A maker of the toy whose embedding is infinite for a token that only the given row has."""
+
+    def make(*numbers: int) -> Target:
+        target = Target.load(TargetConfig(str(toy_folder), dtype="float32", device="cpu"))
+        target.trunk.embedding = target.trunk.embedding.clone()
+        tokens = [set(row.tokens.tolist()) for row in toy_rows]
+        for number in numbers:
+            others = set().union(*tokens[:number], *tokens[number + 1 :])
+            target.trunk.embedding[min(tokens[number] - others)] = float("inf")
+        return target
+
+    return make

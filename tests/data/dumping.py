@@ -1,7 +1,7 @@
 """Run as a script: dumps in child processes that are killed or share the work. Prints JSON.
 
-    dumping.py kill  TARGET ROWS OUT SEED KILLS
-    dumping.py ranks TARGET ROWS OUT
+dumping.py kill  TARGET ROWS OUT SEED KILLS
+dumping.py ranks TARGET ROWS OUT
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def test_killed_at_random_points(toy_rows: Rows, toy_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_cache_of_one(
-    toy_rows: Rows, toy_folder: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_write_the_cache_of_one(toy_rows: Rows, toy_folder: Path, tmp_path: Path) -> None:
     """Each process computes every other shard; the first waits for the other, which is killed and
     started again, and finishes byte for byte the cache of one process."""
     told = dumping("ranks", toy_folder, toy_rows, tmp_path)

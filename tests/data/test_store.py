@@ -14,7 +14,6 @@ from draftsmith.models import files as files_module
 PLACES = ["local", "memory", "move"]
 
 
-
 @pytest.fixture(params=PLACES)
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +82,9 @@ def test_full_disk_is_a_clean_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files_module.os, "fsync", full)
-    with pytest.raises(ValueError, match="disk under .* is full while writing a; .* again, it goes"):
+    with pytest.raises(
+        ValueError, match="disk under .* is full while writing a; .* again, it goes"
+    ):
         Store(tmp_path).write("a", [b"1"])
     assert list(tmp_path.iterdir()) == []
 
