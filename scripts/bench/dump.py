@@ -132,7 +132,7 @@ def measure_dump() -> dict[str, Any]:
     target = Target.load(config)
     boundaries = (target.num_layers,)
     speeds: dict[str, float] = {}
-    probes: list[float] = []
+    probes = dict.fromkeys(DTYPES, float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "rows"
         settings = RowsConfig(SHAREGPT, torn="salvage", max_records=120, max_length=1024, holdout=0)
@@ -165,19 +165,20 @@ def measure_dump() -> dict[str, Any]:
                 start = time.perf_counter()
                 form()
                 speeds[name] = max(speeds.get(name, 0.0), total / (time.perf_counter() - start))
-            start = time.perf_counter()
-            probe_rows(rows, shards[0], target, boundaries, "bf16")
-            probes.append(time.perf_counter() - start)
+            for dtype in DTYPES:
+                start = time.perf_counter()
+                probe_rows(rows, shards[0], target, boundaries, dtype)
+                probes[dtype] = min(probes[dtype], time.perf_counter() - start)
     bare_speed = speeds.pop("bare")
     return {
         "tokens": total,
         "shards": len(shards),
         "threads": torch.get_num_threads(),
         "bare_prefill": bare_speed,
-        "probe_seconds": min(probes),
+        "probe_seconds": probes,
         "dump": speeds,
         "ratio": {
-            name: total / (total / speed - min(probes)) / bare_speed
+            name: total / (total / speed - probes[name]) / bare_speed
             for name, speed in speeds.items()
         },
         "ratio_with_probes": {name: speed / bare_speed for name, speed in speeds.items()},
