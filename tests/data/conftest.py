@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.rows import Rows, RowsConfig, prepare
 from draftsmith.models.target import Target, TargetConfig, load_tokenizer
 
@@ -102,3 +103,13 @@ def poisoned(toy_rows: Rows, toy_folder: Path) -> Callable[..., Target]:
         return target
 
     return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    toy_rows: Rows, toy_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A dump of all toy rows at the boundary L, in several shards; not to be changed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    dump(DumpConfig(shard_tokens=300, tokens_per_batch=128), toy_rows, toy_target, out)
+    return out
