@@ -132,7 +132,7 @@ def measure_dump() -> dict[str, Any]:
     target = Target.load(config)
     boundaries = (target.num_layers,)
     speeds: dict[str, float] = {}
-    probes = dict.fromkeys(DTYPES, float("inf"))
+    probes: dict[str, float] = dict.fromkeys(DTYPES, float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "rows"
         settings = RowsConfig(SHAREGPT, torn="salvage", max_records=120, max_length=1024, holdout=0)

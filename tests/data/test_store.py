@@ -1,4 +1,4 @@
-"""One class over local folders, memory:// and an S3-compatible server: files whole or absent."""
+"""One class over local folders and memory:// (and s3://, test_store_s3.py): files whole or absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from draftsmith.data.store import Store, blocks_of
 from draftsmith.models import files as files_module
 
-PLACES = ["local", "memory", "move"]
+PLACES = ["local", "memory", "move"]  # move: a protocol that is not known to put files whole
 
 
 @pytest.fixture(params=PLACES)
