@@ -1,4 +1,4 @@
-"""One class over local folders and memory:// (and s3://, test_store_s3.py): files whole or absent."""
+"""One class over local folders and memory:// (s3://: test_store_s3.py): files whole or absent."""
 
 from __future__ import annotations
 
