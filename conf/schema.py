@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..data.combine import CombineConfig
 from ..data.dump import DumpConfig
 from ..data.online import OnlineConfig
 from ..data.regenerate import RegenerateConfig
@@ -216,6 +217,7 @@ class Config:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
+    combine: CombineConfig = field(default_factory=CombineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     import_head: ImportConfig = field(default_factory=ImportConfig)

@@ -1,9 +1,9 @@
 """`dump`: token rows -> hidden-state cache, by the engine's own prefill.
 
 Everything is fixed before the first pass: which rows (the first of the training set, up to
-max_tokens), which shard each goes to, which batch inside its shard. A batch never crosses a shard,
-so a run that is killed goes on from its last whole shard and ends with the same bytes as one that
-was not.
+max_tokens), which shard each goes to, which batch inside its shard (plan.py). A batch never crosses
+a shard, so a run that is killed goes on from its whole shards and ends with the same bytes as one
+that was not, and as one that several ranks shared.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..inference.capture import capture
-from ..models.files import content_hash, read_json
 from ..models.target import Target
-from .cache import DTYPES, CacheWriter, check_free_space, engine_version, forecast_bytes
-from .probes import ProbeReport, probe_states
+from .cache import intact
+from .cache_index import MANIFEST
+from .cache_writer import CacheWriter, check_free_space, forecast_bytes
+from .plan import cache_key, changes, plan_shards, shard_keys, states_identity
+from .prefill import probe_rows, shard_states
+from .probes import ProbeReport
+from .quantise import DTYPES
 from .rowfile import Rows
-from .shards import FORMAT, ShardFacts, ShardRows
+from .shards import FORMAT
+from .store import Store
 
 Progress = Callable[[int, int | None], None]
 _log = logging.getLogger(__name__)
-_PROBE_TOKENS = 512
-_PROBE_ROWS = 8
 _QUARANTINE_SHARE = 0.01
+_TOLD = 5  # messages of one kind; the rest are counted
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,24 @@ class DumpConfig:
     boundaries: tuple[int, ...] = ()
     """Which states; empty means L, the last layer's output before the final norm."""
     dtype: str = "bf16"
-    """bf16: 2·H bytes a token and boundary."""
+    """bf16 (2·H bytes a token and boundary), fp8 or int8 (H + 4 bytes, a scale for each token)."""
+    folder: str | None = None
+    """Where to: a path or an fsspec URL (s3://…); null is cache/ below the work folder. Held-out
+    rows go to FOLDER-heldout."""
     shard_tokens: int = 65536
-    """Tokens of a shard; one shard is held in memory and is what a killed run loses."""
+    """Tokens of a shard; two shards are held in memory, and what a killed run loses is at most
+    these two."""
     tokens_per_batch: int = 2048
     """Tokens of one forward pass (a longer row is a pass of its own)."""
     max_tokens: int | None = None
     """Cache only the first rows, up to so many tokens."""
+    rank: int | None = None
+    """Which of `world_size` processes this one is, each of which computes its share of the shards;
+    null takes both from the launcher's environment (torchrun, srun), or is the only one."""
+    world_size: int | None = None
+    """How many processes write this cache."""
     overwrite: bool = False
-    """Replace a finished cache of other settings in the same folder."""
+    """Throw away whole shards of a finished cache that were made of other rows or settings."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -61,40 +69,35 @@ class DumpConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens {self.max_tokens}: must be 1 or more, or null for all")
+        if self.folder == "":
+            raise ValueError("folder is empty: give a path or a URL, or null for WORK/cache")
+        if (self.rank is None) != (self.world_size is None) or not (
+            0 <= (self.rank or 0) < (self.world_size or 1)
+        ):
+            raise ValueError(
+                f"rank {self.rank} of world_size {self.world_size}: give both, with 0 <= rank < "
+                "world_size, or neither"
+            )
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """The outcome: `reused` when the finished cache was there, `resumed` whole shards of an earlier
-    run.
+    """The outcome.
+
+    Attributes:
+        folder: path or URL. manifest: as on disk; empty on every rank but the first, which alone
+            finishes.
+        reused: the finished cache was there, and nothing was done. resumed: whole shards that were
+            there. shards: of this rank. changed: fields that differ from the finished cache that
+            was there before.
     """
 
-    folder: Path
+    folder: str
     manifest: dict[str, Any]
     reused: bool
     resumed: int
-
-
-def plan_shards(lengths: np.ndarray, shard_tokens: int, max_tokens: int | None) -> list[list[int]]:
-    """Row numbers of every shard, from the lengths [R] alone; rows of length 0 are skipped.
-
-    Rows go in order; a shard is closed before the row that would pass `shard_tokens`, and the plan
-    before the first row that would pass `max_tokens`.
-    """
-    shards: list[list[int]] = []
-    filled = total = 0
-    for row, length in enumerate(lengths.tolist()):
-        if not length:
-            continue
-        if max_tokens is not None and total + length > max_tokens:
-            break
-        if not shards or filled + length > shard_tokens:
-            shards.append([])
-            filled = 0
-        shards[-1].append(row)
-        filled += length
-        total += length
-    return shards
+    shards: int
+    changed: tuple[str, ...] = ()
 
 
 def dump(
@@ -104,69 +107,113 @@ def dump(
     out: Path | str,
     progress: Progress | None = None,
 ) -> Dumped:
-    """Write the cache of `rows` into `out`, go on with an unfinished one, or find it there.
+    """Write the cache of `rows` into `out`, go on with an unfinished one, renew the shards that a
+    change touched, or find it there.
 
     Args:
-        progress: called with (tokens done, tokens to do).
+        out: a folder or an fsspec URL.
+        progress: called with (tokens done, tokens to do) of this rank.
     Raises:
         ValueError: rows of another tokenizer, unknown boundary, no room on the disk, a probe that
-            found a fault, too many rows with non-finite states, or a finished cache of other
-            settings in `out`.
+            found a fault, too many rows with non-finite states, or a finished cache in `out` of
+            which whole shards would be lost.
         KeyboardInterrupt: with a message; whole shards stay.
     """
-    out = Path(out)
+    store = Store(out)
+    rank, world_size = config.rank or 0, config.world_size or 1
     boundaries = _boundaries(config, target)
     rows.require_tokenizer(target.fingerprint)
     shards = plan_shards(rows.lengths, config.shard_tokens, config.max_tokens)
     if not shards:
         raise ValueError(
             f"{rows.folder}: no row fits max_tokens={config.max_tokens} ({len(rows)} rows, the "
-            "first has "
-            f"{int(rows.lengths[0]) if len(rows) else 0} tokens); raise data.dump.max_tokens"
+            f"first has {int(rows.lengths[0]) if len(rows) else 0} tokens); raise "
+            "data.dump.max_tokens"
         )
-    identity = _identity(config, rows, target, boundaries)
-    key = content_hash(identity)
-    if finished := _finished(out, key, identity, config.overwrite):
-        return Dumped(out, finished, True, len(finished["shards"]))
-    writer = CacheWriter(out, key, boundaries, target.hidden_size)
-    for message in writer.messages:
-        _log.warning("%s: %s", out, message)
-    total = int(sum(rows.lengths[shard].sum() for shard in shards))
-    missing = sum(
-        int(rows.lengths[shard].sum()) for n, shard in enumerate(shards) if not writer.existing(n)
+    dtype_name = str(target.dtype).removeprefix("torch.")
+    states = states_identity(
+        target.fingerprint, dtype_name, boundaries, config.dtype, config.tokens_per_batch
     )
-    check_free_space(out, forecast_bytes(missing, target.hidden_size, len(boundaries)))
-    report = _probe(rows, shards[0], target, boundaries, config)
-    report.refuse_faults(str(out))
-    facts: list[ShardFacts] = []
-    contents: list[ShardRows] = []
-    done = resumed = 0
+    keys = shard_keys(states, rows, shards)
+    identity = {
+        **states,
+        "rows_key": rows.key,
+        "rows": rows.manifest.get("config", {}),
+        "split": rows.split,
+        "shard_tokens": config.shard_tokens,
+        "max_tokens": config.max_tokens,
+    }
+    old = _finished(store)
+    changed = _changed(old, identity)
+    if old and not changed and intact(store, old):
+        return Dumped(store.place, old, True, len(keys), len(keys))
+    if old and not config.overwrite:
+        _refuse_loss(store, old, states, rows.split, keys, changed)
+    sizes = [int(rows.lengths[shard].sum()) for shard in shards]
+    with CacheWriter(
+        store, keys, boundaries, target.hidden_size, config.dtype, rank, world_size
+    ) as writer:
+        _tell_messages(store, writer.messages)
+        needed = sum(sizes[number] for number in writer.missing())
+        check_free_space(
+            store, forecast_bytes(needed, target.hidden_size, len(boundaries), config.dtype)
+        )
+        report = probe_rows(rows, shards[0], target, boundaries, config.dtype)
+        report.refuse_faults(store.place)
+        try:
+            _fill(writer, config, rows, target, shards, progress)
+            manifest: dict[str, Any] = {}
+            if rank == 0:
+                writer.wait()
+                about = _about(identity, target, report)
+                manifest = writer.finish(cache_key(states, keys), about)
+        except KeyboardInterrupt:
+            writer.flush()
+            raise KeyboardInterrupt(
+                f"dump stopped: {len(keys) - len(writer.missing())} of {len(keys)} shards are "
+                f"whole in {store.place}; the same command goes on there"
+            ) from None
+    kept = len(writer.kept)
+    return Dumped(store.place, manifest, False, kept, len(writer.own), changed)
+
+
+def _fill(
+    writer: CacheWriter,
+    config: DumpConfig,
+    rows: Rows,
+    target: Target,
+    shards: list[list[int]],
+    progress: Progress | None,
+) -> None:
+    """Compute and write this rank's shards that are not there."""
+    own = {number: int(rows.lengths[shards[number]].sum()) for number in writer.own}
+    total, done = sum(own.values()), 0
+    left_out: list[tuple[int, str, int]] = []
 
     def tell(before: int, more: int) -> None:
+        writer.check()
         if progress:
             progress(before + more, total)
 
-    try:
-        for number, shard in enumerate(shards):
-            if found := writer.existing(number):
-                content, fact = found
-                resumed += 1
-            else:
-                content, fact = _write_shard(
-                    writer, number, shard, rows, target, config, partial(tell, done)
-                )
-            facts.append(fact)
-            contents.append(content)
-            _stop_at_many(contents, sum(map(len, shards)), rows)
-            done += int(rows.lengths[shard].sum())
-            tell(done, 0)
-        manifest = writer.finish(facts, contents, rows, _about(identity, target, report))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"dump stopped: {len(facts)} of {len(shards)} shards are whole in {out}; the same "
-            "command goes on there"
-        ) from None
-    return Dumped(out, manifest, False, resumed)
+    for number, size in own.items():
+        if number in writer.kept:
+            left_out += writer.kept[number]
+        else:
+            content, tensors = shard_states(
+                shards[number],
+                rows,
+                target,
+                writer.boundaries,
+                config.dtype,
+                config.tokens_per_batch,
+                partial(tell, done),
+            )
+            writer.submit(number, content, tensors)
+            left_out += content.quarantined
+        _stop_at_many(left_out, sum(map(len, shards)))
+        done += size
+        tell(done, 0)
+    writer.flush()
 
 
 def _boundaries(config: DumpConfig, target: Target) -> tuple[int, ...]:
@@ -181,25 +228,6 @@ def _boundaries(config: DumpConfig, target: Target) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def _identity(
-    config: DumpConfig, rows: Rows, target: Target, boundaries: tuple[int, ...]
-) -> dict[str, Any]:
-    """Everything that determines the bytes of the cache."""
-    return {
-        "format": FORMAT,
-        "engine": engine_version(),
-        "target": dict(target.fingerprint),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "boundaries": list(boundaries),
-        "dtype": config.dtype,
-        "rows_key": rows.key,
-        "split": rows.split,
-        "shard_tokens": config.shard_tokens,
-        "tokens_per_batch": config.tokens_per_batch,
-        "max_tokens": config.max_tokens,
-    }
-
-
 def _about(identity: dict[str, Any], target: Target, report: ProbeReport) -> dict[str, Any]:
     """The manifest's part that describes where the states come from."""
     names = ("engine", "target", "target_dtype", "dtype", "rows_key", "split")
@@ -211,159 +239,72 @@ def _about(identity: dict[str, Any], target: Target, report: ProbeReport) -> dic
     }
 
 
-def _finished(
-    out: Path, key: str, identity: dict[str, Any], overwrite: bool
-) -> dict[str, Any] | None:
-    """The manifest of a finished cache with this key; a finished one with another key is never
-    removed unasked.
-    """
-    if not (out / "manifest.json").exists():
+def _finished(store: Store) -> dict[str, Any] | None:
+    """The manifest of the finished cache in the folder, of whatever format."""
+    if not store.exists(MANIFEST):
         return None
-    manifest = read_json(out / "manifest.json")
+    manifest = store.read_json(MANIFEST)
     if manifest.get("kind") != "cache":
         raise ValueError(
-            f"{out} holds {manifest.get('kind')!r}, not a cache; choose another folder"
+            f"{store.place} holds {manifest.get('kind')!r}, not a cache; choose another folder"
         )
-    if manifest.get("key") == key and all(
-        (out / fact["name"]).exists() and (out / fact["name"]).stat().st_size == fact["bytes"]
-        for fact in manifest["shards"]
-    ):
-        return manifest
-    old = manifest.get("identity", {})
-    changed = [
-        f"{name} {old.get(name)!r} -> {identity[name]!r}"
-        for name in identity
-        if old.get(name) != identity[name]
-    ]
-    if changed and not overwrite:
+    return {"identity": {}, **manifest}
+
+
+def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> tuple[str, ...]:
+    """What differs from a finished cache."""
+    if old is None:
+        return ()
+    if old.get("format") != FORMAT:
+        return (f"format {old.get('format')!r} -> {FORMAT}",)
+    return tuple(changes(old["identity"], identity))
+
+
+def _refuse_loss(
+    store: Store,
+    old: dict[str, Any],
+    states: dict[str, Any],
+    split: str,
+    keys: list[str],
+    changed: tuple[str, ...],
+) -> None:
+    """Growth may renew the last shard of a finished cache; anything that would throw away more is
+    refused.
+
+    Raises:
+        ValueError: how many shards would be lost, and which fields differ.
+    """
+    if "parts" in old:
         raise ValueError(
-            f"{out} holds a finished cache of other settings ({'; '.join(changed)}); choose "
-            "another folder, or "
+            f"{store.place} holds a combination of other caches; choose another folder, or "
             "overwrite=true to replace it"
         )
-    return None
-
-
-def _probe(
-    rows: Rows, shard: list[int], target: Target, boundaries: tuple[int, ...], config: DumpConfig
-) -> ProbeReport:
-    """Probe a sample of the first shard: packed states as they are cached, against each row run
-    alone.
-    """
-    last = target.num_layers
-    sample: list[Tensor] = []
-    for row in shard:
-        sample.append(torch.from_numpy(rows[row].tokens.astype(np.int64))[:_PROBE_TOKENS])
-        if len(sample) == _PROBE_ROWS or sum(map(len, sample)) >= _PROBE_TOKENS:
-            break
-    packed = capture(target, sample, tuple(sorted({*boundaries, last})))[last].to(torch.bfloat16)
-    alone = torch.cat([capture(target, [row], (last,))[last] for row in sample])
-    lengths = [len(row) for row in sample]
-    finite = torch.cat(
-        [torch.isfinite(part).all().expand(len(part)) for part in packed.split(lengths)]
-    )
-    if not finite.any():
+    lines = old["shards"]
+    lost = [n for n, line in enumerate(lines) if line.get("key") != dict(enumerate(keys)).get(n)]
+    if old.get("format") != FORMAT:
+        lost = list(range(len(lines)))
+    there = old["identity"]
+    same = old.get("split") == split
+    same = same and all(there.get(name) == value for name, value in states.items())
+    if lost and not (same and lost == [len(lines) - 1]):
         raise ValueError(
-            f"{rows.folder}: the first {len(sample)} rows give no finite state; the target is "
-            "damaged or its "
-            f"dtype {target.dtype} too narrow (try target.dtype=float32)"
+            f"{store.place} holds a finished cache, of which {len(lost)} of {len(lines)} shards "
+            f"would be thrown away ({'; '.join(changed) or 'rows of other content'}); choose "
+            "another folder, or overwrite=true to replace them"
         )
-    kept = [place for place, part in enumerate(finite.split(lengths)) if bool(part.all())]
-    packed, alone = packed[finite], alone[finite]
-    starts = torch.tensor(np.cumsum([0, *(lengths[place] for place in kept)]))
-
-    def engine_logits(begin: int, end: int) -> Tensor:
-        return target.logits(target.trunk.norm(alone[begin:end]))
-
-    tokens = torch.cat([sample[place] for place in kept])
-    return probe_states(target.trunk, packed, tokens, starts, engine_logits)
 
 
-def _write_shard(
-    writer: CacheWriter,
-    number: int,
-    shard: list[int],
-    rows: Rows,
-    target: Target,
-    config: DumpConfig,
-    tell: Callable[[int], None],
-) -> tuple[ShardRows, ShardFacts]:
-    """Run the rows of one shard in its batches; rows with non-finite states are left out."""
-    size = int(rows.lengths[shard].sum())
-    tokens = torch.empty(size, dtype=torch.int32)
-    supervised = torch.empty(size, dtype=torch.bool)
-    states = {
-        k: torch.empty(size, target.hidden_size, dtype=torch.bfloat16) for k in writer.boundaries
-    }
-    kept: list[tuple[int, int, str]] = []
-    quarantined: list[int] = []
-    end = done = 0
-    for batch in _batches(shard, rows.lengths, config.tokens_per_batch):
-        read = [rows[row] for row in batch]
-        ids = [torch.from_numpy(row.tokens.astype(np.int64)) for row in read]
-        captured = capture(target, ids, writer.boundaries)
-        _whole(captured, sum(map(len, ids)), rows, batch)
-        offset = 0
-        for row, place in zip(read, batch, strict=True):
-            length = len(row.tokens)
-            parts = {
-                k: captured[k][offset : offset + length].to("cpu", torch.bfloat16) for k in states
-            }
-            offset += length
-            if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
-                quarantined.append(place)
-                _log.warning(
-                    "row %d (id %r): its states are not finite; it is left out", place, row.id
-                )
-                continue
-            tokens[end : end + length] = torch.from_numpy(row.tokens.copy())
-            supervised[end : end + length] = torch.from_numpy(row.supervised.copy())
-            for k, part in parts.items():
-                states[k][end : end + length] = part
-            kept.append((place, length, row.sha256))
-            end += length
-        done += offset
-        tell(done)
-    content = ShardRows(
-        tuple(place for place, _, _ in kept),
-        tuple(length for _, length, _ in kept),
-        tuple(digest for _, _, digest in kept),
-        tuple(quarantined),
-    )
-    states = {k: state[:end] for k, state in states.items()}
-    return content, writer.write(number, content, tokens[:end], supervised[:end], states)
+def _tell_messages(store: Store, messages: list[str]) -> None:
+    for message in messages[:_TOLD]:
+        _log.warning("%s: %s", store.place, message)
+    if len(messages) > _TOLD:
+        _log.warning("%s: and %d more files removed", store.place, len(messages) - _TOLD)
 
 
-def _batches(shard: list[int], lengths: np.ndarray, tokens_per_batch: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    filled = 0
-    for row in shard:
-        length = int(lengths[row])
-        if not batches or filled + length > tokens_per_batch:
-            batches.append([])
-            filled = 0
-        batches[-1].append(row)
-        filled += length
-    return batches
-
-
-def _whole(captured: dict[int, Tensor], expected: int, rows: Rows, batch: list[int]) -> None:
-    """One state for each token, for each boundary; else the rows are named."""
-    for boundary, state in captured.items():
-        if state.shape[0] != expected:
-            raise ValueError(
-                f"{rows.folder}: rows {batch[0]} to {batch[-1]} have {expected} tokens, boundary "
-                f"{boundary} "
-                f"came back with {state.shape[0]} states; the engine lost or added some"
-            )
-
-
-def _stop_at_many(contents: list[ShardRows], planned: int, rows: Rows) -> None:
-    bad = [row for content in contents for row in content.quarantined]
-    if len(bad) > max(1, int(_QUARANTINE_SHARE * planned)):
+def _stop_at_many(left_out: list[tuple[int, str, int]], planned: int) -> None:
+    if len(left_out) > max(1, int(_QUARANTINE_SHARE * planned)):
         raise ValueError(
-            f"{len(bad)} of {planned} rows have non-finite states (first: "
-            f"{[rows[row].id for row in bad[:5]]}), more "
-            f"than {_QUARANTINE_SHARE:.0%}; try target.dtype=float32, or look at the target's "
-            "weights"
+            f"{len(left_out)} of {planned} rows have non-finite states (first: "
+            f"{[name for _, name, _ in left_out[:5]]}), more than {_QUARANTINE_SHARE:.0%}; try "
+            "target.dtype=float32, or look at the target's weights"
         )

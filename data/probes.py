@@ -7,6 +7,10 @@ norm:   the state through the final norm must predict better than without it; th
 argmax: the cached states and the engine, run anew on each row alone, must choose the same token;
         else they come from another layer, another row or another batch.
 
+Where the cache holds one byte a value, shift and norm are probed on the states as they are read
+back, argmax (which looks for states of another place) on the exact ones; and what the dtype costs
+is measured: how often the two choose the same token, and how much likelihood is lost.
+
 A target that predicts nothing (random weights) makes the first two inconclusive: said, not refused.
 Legend: N packed tokens, H hidden, V vocabulary, R rows.
 """
@@ -34,7 +38,8 @@ OK, INCONCLUSIVE = "ok", "inconclusive"
 @dataclass(frozen=True)
 class ProbeReport:
     """What the probes measured (nats) and found; a verdict is ok, inconclusive, or the fault's
-    name.
+    name. dtype_agreement and dtype_nll compare the states as read back with the exact bf16 ones:
+    the share of equal choices, and by how much the likelihood of x_{p+1} got worse; None for bf16.
     """
 
     positions: int
@@ -42,6 +47,8 @@ class ProbeReport:
     raw_nll: float
     argmax_agreement: float | None
     verdicts: dict[str, str]
+    dtype_agreement: float | None = None
+    dtype_nll: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""
@@ -71,12 +78,14 @@ def probe_states(
     tokens: Tensor,
     starts: Tensor,
     engine_logits: Callable[[int, int], Tensor] | None = None,
+    exact: Tensor | None = None,
 ) -> ProbeReport:
     """Probe raw states of boundary L.
 
     Args:
         states: [N, H], any float dtype. tokens: [N] int. starts: [R+1] int row borders.
         engine_logits: (a, b) -> [b-a, V], the engine's own logits at packed positions a..b-1.
+        exact: [N, H] bf16, the states before they were quantised, where they were.
     Raises:
         ValueError: no row has three tokens.
     """
@@ -86,23 +95,29 @@ def probe_states(
         raise ValueError(
             f"the probes need a row of at least 3 tokens; the {len(starts) - 1} rows are shorter"
         )
-    sums: dict[str, float] = dict.fromkeys(("-1", "0", "+1", "raw"), 0.0)
-    agree = compared = 0
+    sums: dict[str, float] = dict.fromkeys(("-1", "0", "+1", "raw", "exact"), 0.0)
+    agree = compared = same = 0
     for begin in range(0, tokens.shape[0], _CHUNK):
         end = min(begin + _CHUNK, tokens.shape[0])
         raw = states[begin:end].to(trunk.device, trunk.dtype)
         logits = trunk.logits(trunk.norm(raw)).float()
-        if engine_logits is not None:
-            agree += _agreements(logits, engine_logits(begin, end).float())
-            compared += end - begin
         places = torch.nonzero(whole[begin:end])[:, 0]
+        unspoilt = logits
+        if exact is not None:
+            unspoilt = trunk.logits(trunk.norm(exact[begin:end].to(trunk.device, trunk.dtype)))
+            unspoilt = unspoilt.float()
+            same += int((unspoilt.argmax(-1) == logits.argmax(-1)).sum())
+            sums["exact"] += _nll(unspoilt[places], tokens[begin + places + 1])
+        if engine_logits is not None:
+            agree += _agreements(unspoilt, engine_logits(begin, end).float())
+            compared += end - begin
         for name, offset in (("-1", 0), ("0", 1), ("+1", 2)):
             sums[name] += _nll(logits[places], tokens[begin + places + offset])
         sums["raw"] += _nll(trunk.logits(raw[places]).float(), tokens[begin + places + 1])
     count = int(whole.sum())
     means = {name: round(total / count, 4) for name, total in sums.items()}
     agreement = round(agree / compared, 4) if compared else None
-    raw_nll = means.pop("raw")
+    raw_nll, exact_nll = means.pop("raw"), means.pop("exact")
     knows = math.log(trunk.vocab_size) - MARGIN
     verdicts = {
         "shift": _shift_verdict(means, knows),
@@ -110,7 +125,11 @@ def probe_states(
     }
     if agreement is not None:
         verdicts["argmax"] = OK if agreement >= AGREEMENT else _argmax_fault(agreement)
-    return ProbeReport(count, means, raw_nll, agreement, verdicts)
+    if exact is None:
+        return ProbeReport(count, means, raw_nll, agreement, verdicts)
+    kept = round(same / tokens.shape[0], 4)
+    lost = round(means["0"] - exact_nll, 4)
+    return ProbeReport(count, means, raw_nll, agreement, verdicts, kept, lost)
 
 
 def _nll(logits: Tensor, wanted: Tensor) -> float:

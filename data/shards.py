@@ -1,48 +1,65 @@
 """One shard of a hidden-state cache: a safetensors file whose header says what it is.
 
-Tensors: `tokens` int32 [N], `supervised` uint8 [N], `boundary_K` bf16 [N, H] for each boundary K;
-rows lie end to end. Header metadata (text): `format`, `key` (of the cache), `shard` (its number),
-`data_sha256`, and as JSON lists `rows`, `lengths`, `sha256` and `quarantined`, so that a shard
-describes its rows without any other file.
+Tensors: `tokens` int32 [N], `supervised` uint8 [N], and for each boundary K `boundary_K` [N, H] in
+bf16, or in one byte a value with `scale_K` float32 [N] (quantise.py); rows lie end to end. Header
+metadata (text): `format`, `key` (what made this shard, see plan.py), `shard` (its number), `dtype`,
+`data_sha256` (of all bytes after the header), and as JSON lists the rows: `rows`, `ids`, `lengths`,
+`sha256` of the tokens, `masks` (sha256), `supervised`, `runs`, `crc32` of each row's bytes, and
+`quarantined`. So a shard describes its rows without any other file, and a checksum of the header
+alone answers for the whole.
 
-The file is written here rather than by the library, because its bytes must be the same on every run
-(the library orders the metadata as its hash map falls) and because the checksum is taken while
-writing.
+The file is written and read here rather than by the library: its bytes must be the same on every
+run (the library orders the metadata as its hash map falls), and a remote file is read by ranges.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
-import os
+import math
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..models.files import commit
+from .quantise import has_scale, stored_dtype
+from .rowfile import token_hash
+from .store import Store, blocks_of
 
-FORMAT = 1
+FORMAT = 2
 _BLOCK = 1 << 24
-_DTYPES = {torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16"}
+_FIRST_READ = 1 << 16
+_NAMES = {
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Which rows a shard holds: numbers in the token rows, lengths, token hashes; and those left
-    out of it.
+    """Which rows a shard holds, a tuple a column: numbers in the token rows, ids, lengths, token
+    hashes, mask hashes, how many tokens are supervised, in which runs (runs.py); and the rows left
+    out of it, as (row, id, tokens).
     """
 
     rows: tuple[int, ...]
+    ids: tuple[str, ...]
     lengths: tuple[int, ...]
     sha256: tuple[str, ...]
-    quarantined: tuple[int, ...]
+    masks: tuple[str, ...]
+    supervised: tuple[int, ...]
+    runs: tuple[list[int], ...]
+    quarantined: tuple[tuple[int, str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -50,8 +67,9 @@ class ShardFacts:
     """A shard's line in the manifest."""
 
     name: str
+    key: str
     bytes: int
-    sha256: str
+    header_sha256: str
     rows: int
     tokens: int
 
@@ -66,113 +84,154 @@ def boundary_name(boundary: int) -> str:
     return f"boundary_{boundary}"
 
 
+def scale_name(boundary: int) -> str:
+    """The tensor that holds a boundary's scales."""
+    return f"scale_{boundary}"
+
+
+def mask_hash(supervised: np.ndarray) -> str:
+    """Hex SHA-256 of a mask [n], one byte a token."""
+    return hashlib.sha256(np.ascontiguousarray(supervised, np.uint8).tobytes()).hexdigest()
+
+
 def write_shard(
-    folder: Path, number: int, key: str, content: ShardRows, tensors: dict[str, Tensor]
+    store: Store, number: int, key: str, dtype: str, content: ShardRows, tensors: dict[str, Tensor]
 ) -> ShardFacts:
-    """Write one shard under a temporary name, flush it, rename it.
+    """Write one shard, whole or not at all.
 
     Args:
         tensors: contiguous CPU tensors by name, all with N = sum of content.lengths rows.
     Raises:
-        ValueError: the disk is full; the temporary file is removed, whole shards stay.
+        ValueError: the disk is full; whole shards stay.
     """
     # widest dtype first: every tensor then begins at a multiple of its own width
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     data = hashlib.sha256()
     for block in _blocks(ordered):
         data.update(block)
+    described = {
+        field.name: json.dumps(getattr(content, field.name), ensure_ascii=False)
+        for field in fields(ShardRows)
+    }
     header: dict[str, Any] = {
         "__metadata__": {
             "format": str(FORMAT),
             "key": key,
             "shard": str(number),
+            "dtype": dtype,
             "data_sha256": data.hexdigest(),
-            "rows": json.dumps(content.rows),
-            "lengths": json.dumps(content.lengths),
-            "sha256": json.dumps(content.sha256),
-            "quarantined": json.dumps(content.quarantined),
+            "crc32": json.dumps(_row_sums(content.lengths, ordered)),
+            **described,
         }
     }
     offset = 0
     for name, tensor in ordered:
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    head = len(head).to_bytes(8, "little") + head
-    path = folder / shard_name(number)
-    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
-    digest = hashlib.sha256()
-    try:
-        with open(temporary, "wb") as file:
-            for block in itertools.chain([head], _blocks(ordered)):
-                file.write(block)
-                digest.update(block)
-            file.flush()
-            os.fsync(file.fileno())
-        size = temporary.stat().st_size
-        commit(temporary, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ValueError(
-                f"the disk under {folder} is full while writing {path.name}; the {number} shards "
-                "before it are whole: free some space and run dump again, it goes on from there"
-            ) from error
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    return ShardFacts(path.name, size, digest.hexdigest(), len(content.rows), sum(content.lengths))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    store.write(shard_name(number), itertools.chain([head], _blocks(ordered)))
+    return ShardFacts(
+        shard_name(number),
+        key,
+        len(head) + offset,
+        hashlib.sha256(head).hexdigest(),
+        len(content.rows),
+        sum(content.lengths),
+    )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _blocks(tensors: list[tuple[str, Tensor]]) -> Iterator[memoryview]:
     for _, tensor in tensors:
         if tensor.numel():
-            view = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            view = _bytes(tensor)
             for start in range(0, len(view), _BLOCK):
                 yield view[start : start + _BLOCK]
 
 
+def _row_sums(lengths: tuple[int, ...], tensors: list[tuple[str, Tensor]]) -> list[int]:
+    """crc32 of each row's bytes, tensor after tensor."""
+    sums = [0] * len(lengths)
+    for _, tensor in tensors:
+        start = 0
+        for place, length in enumerate(lengths):
+            sums[place] = zlib.crc32(_bytes(tensor[start : start + length]), sums[place])
+            start += length
+    return sums
+
+
 class ShardFile:
-    """A shard open for reading; slices are read from the mapped file, nothing is loaded whole.
+    """A shard open for reading; its header is read, its data by ranges.
 
     Raises:
-        ValueError: not a readable safetensors file, or another format version.
+        ValueError: missing, cut, not a shard, or another format version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, store: Store, name: str) -> None:
+        self.path = store.path(name)
         try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
+            self.size = store.size(name)
+            self._reader = store.open(name)
+            self._head = self._read_head()
+            header: dict[str, Any] = json.loads(self._head[8:].decode("utf-8"))
+            metadata = header.pop("__metadata__", {})
+            self._tensors = {
+                each: (str(about["dtype"]), list(about["shape"]), list(about["data_offsets"]))
+                for each, about in header.items()
+            }
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} is missing; run dump again") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error}); it is cut or damaged: delete it and run dump "
-                "again"
+                f"{self.path} cannot be read ({error}); it is cut or damaged: delete it and run "
+                "dump again"
             ) from error
-        metadata = self._file.metadata() or {}
         version = metadata.get("format")
         if version != str(FORMAT):
             raise ValueError(
-                f"{path} has the cache format {version!r}, this version reads {FORMAT}; dump again"
+                f"{self.path} has the cache format {version!r}, this version reads {FORMAT}; dump "
+                "again"
             )
-        self.key = metadata.get("key", "")
+        end = max((offsets[1] for _, _, offsets in self._tensors.values()), default=0)
+        if len(self._head) + end != self.size:
+            raise ValueError(
+                f"{self.path} cannot be read (its header promises {len(self._head) + end} bytes, "
+                f"it has {self.size}); it is cut or damaged: delete it and run dump again"
+            )
+        self.key: str = metadata.get("key", "")
         self.number = int(metadata.get("shard", "-1"))
-        self._metadata = metadata
+        self._metadata: dict[str, str] = metadata
+
+    def _read_head(self) -> bytes:
+        first = self._reader([(0, min(self.size, _FIRST_READ))])[0].tobytes()
+        end = 8 + int.from_bytes(first[:8], "little")
+        if len(first) < 8 or end > self.size:
+            raise ValueError(f"{self.size} bytes end before the header does")
+        return first[:end] if end <= len(first) else self._reader([(0, end)])[0].tobytes()
 
     @property
     def content(self) -> ShardRows:
-        """The rows in this shard."""
-        lists = {
-            name: tuple(json.loads(self._metadata[name]))
-            for name in ("rows", "lengths", "sha256", "quarantined")
-        }
-        return ShardRows(**lists)
+        """The rows in this shard; ValueError where the header lacks a list."""
+        try:
+            lists = {f.name: json.loads(self._metadata[f.name]) for f in fields(ShardRows)}
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: no row list {error} in its header; dump again"
+            ) from None
+        lists["quarantined"] = map(tuple, lists["quarantined"])
+        return ShardRows(**{name: tuple(values) for name, values in lists.items()})
 
-    def check_schema(self, boundaries: tuple[int, ...], hidden_size: int) -> None:
+    def check_schema(self, boundaries: tuple[int, ...], hidden_size: int, dtype: str) -> None:
         """Compare tensor names, dtypes and shapes with what the manifest promises.
 
         Raises:
@@ -180,11 +239,11 @@ class ShardFile:
         """
         count = sum(self.content.lengths)
         expected = {"tokens": ("I32", [count]), "supervised": ("U8", [count])}
-        expected |= {boundary_name(k): ("BF16", [count, hidden_size]) for k in boundaries}
-        found = {}
-        for name in self._file.keys():
-            part = self._file.get_slice(name)
-            found[name] = (str(part.get_dtype()), list(part.get_shape()))
+        for k in boundaries:
+            expected[boundary_name(k)] = (_NAMES[stored_dtype(dtype)], [count, hidden_size])
+            if has_scale(dtype):
+                expected[scale_name(k)] = ("F32", [count])
+        found = {name: (kind, shape) for name, (kind, shape, _) in self._tensors.items()}
         if found != expected:
             raise ValueError(
                 f"{self.path}: tensors differ from the manifest; expected {_tell(expected)}; found "
@@ -192,30 +251,77 @@ class ShardFile:
             )
 
     def facts(self) -> ShardFacts:
-        """The manifest line of a shard that an earlier run left; reads it whole.
+        """The manifest's line, from the header alone."""
+        content = self.content
+        name = self.path.rpartition("/")[2]
+        digest = hashlib.sha256(self._head).hexdigest()
+        rows, tokens = len(content.rows), sum(content.lengths)
+        return ShardFacts(name, self.key, self.size, digest, rows, tokens)
+
+    def read(self, names: list[str], start: int, end: int) -> list[Tensor]:
+        """Tokens [start, end) of several tensors; of a local file they are views of it."""
+        spans, kinds = [], []
+        for name in names:
+            kind, shape, (offset, _) = self._tensors[name]
+            dtype = _DTYPES[kind]
+            width = dtype.itemsize * math.prod(shape[1:])
+            base = len(self._head) + offset
+            spans.append((base + start * width, base + end * width))
+            kinds.append((dtype, shape[1:]))
+        return [
+            torch.frombuffer(part, dtype=torch.uint8).view(dtype).view(-1, *tail)
+            if len(part)
+            else torch.empty(0, *tail, dtype=dtype)
+            for part, (dtype, tail) in zip(self._reader(spans), kinds, strict=True)
+        ]
+
+    def verify(self) -> None:
+        """Read the data once and compare it with the checksum in the header (a file may be of full
+        length and hold zeros after a power cut).
 
         Raises:
-            ValueError: the data differ from the checksum in the header (a file may be of full
-                length and hold zeros after a power cut).
+            ValueError: names the first row that differs, and what of it.
         """
-        whole, data = hashlib.sha256(), hashlib.sha256()
-        with open(self.path, "rb") as file:
-            prefix = file.read(8)
-            head = file.read(int.from_bytes(prefix, "little"))
-            whole.update(prefix + head)
-            while block := file.read(_BLOCK):
-                whole.update(block)
-                data.update(block)
+        data = hashlib.sha256()
+        for block in blocks_of(self._reader, len(self._head), self.size):
+            data.update(block.data)
         if data.hexdigest() != self._metadata.get("data_sha256"):
-            raise ValueError(f"{self.path}: its data differ from the checksum in its header")
-        content, size = self.content, self.path.stat().st_size
-        return ShardFacts(
-            self.path.name, size, whole.hexdigest(), len(content.rows), sum(content.lengths)
-        )
+            raise ValueError(
+                f"{self.path}: {self._injury()}: the data differ from the checksum in its header; "
+                "the shard is damaged: delete it and run dump again"
+            )
 
-    def read(self, name: str, start: int, end: int) -> Tensor:
-        """Rows [start, end) of a tensor."""
-        return self._file.get_slice(name)[start:end]
+    def _injury(self) -> str:
+        """The first row whose bytes changed, and the tensor where that can be told."""
+        content, names = self.content, self._ordered()
+        start = 0
+        for place, wanted in enumerate(json.loads(self._metadata.get("crc32", "[]"))):
+            end = start + content.lengths[place]
+            found = 0
+            parts = dict(zip(names, self.read(names, start, end), strict=True))
+            for part in parts.values():
+                found = zlib.crc32(_bytes(part), found)
+            if found != wanted:
+                what = "its states"
+                if token_hash(parts["tokens"].numpy()) != content.sha256[place]:
+                    what = "its tokens"
+                elif mask_hash(parts["supervised"].numpy()) != content.masks[place]:
+                    what = "its mask"
+                elif broken := [name for name, part in parts.items() if not _sound(name, part)]:
+                    what = f"NaN, infinity or a negative scale in {broken[0]}"
+                return f"row {content.rows[place]} (id {content.ids[place]!r}), {what}"
+            start = end
+        return "outside its rows"
+
+    def _ordered(self) -> list[str]:
+        return sorted(self._tensors, key=lambda name: self._tensors[name][2][0])
+
+
+def _sound(name: str, part: Tensor) -> bool:
+    wide = part.float()
+    return bool(torch.isfinite(wide).all()) and not (
+        name.startswith("scale_") and bool((wide <= 0).any())
+    )
 
 
 def _tell(tensors: dict[str, tuple[str, list[int]]]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ _BLOCK = 1 << 22
 
 def atomic_write_bytes(path: Path | str, data: bytes) -> None:
     """Write `data` so that a kill at any moment leaves either the old file or the new one."""
+    atomic_write_blocks(path, [data])
+
+
+def atomic_write_blocks(path: Path | str, blocks: Iterable[bytes | memoryview]) -> None:
+    """`atomic_write_bytes` of data that come in pieces."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for block in blocks:
+                file.write(block)
             file.flush()
             os.fsync(file.fileno())
         commit(temporary, path)
@@ -53,16 +60,32 @@ def read_json(path: Path | str) -> Any:
     Raises:
         ValueError: the file is missing or damaged; the message names it and the byte.
     """
-    path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; run the command that writes it first") from None
+    return parse_json(data, str(path))
+
+
+def parse_json(data: bytes, place: str) -> Any:
+    """Parse the bytes of a JSON file.
+
+    Args:
+        place: the file's name, for messages.
+    Raises:
+        ValueError: damaged; names the file and the character.
+    """
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place} is not UTF-8 text at byte {error.start}; delete it and run the command that "
+            "writes it again"
+        ) from error
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path} is not valid JSON at character {error.pos} ({error.msg}); delete it and run "
-            "the "
-            "command that writes it again"
+            f"{place} is not valid JSON at character {error.pos} ({error.msg}); delete it and run "
+            "the command that writes it again"
         ) from error
 
 

@@ -7,6 +7,7 @@ and float64 runs.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +20,8 @@ from .files import atomic_write_json, sha256_file
 
 
 def convert_gguf(path: Path, folder: Path) -> Path:
-    """Convert `path` into `folder` unless it already holds this very file's conversion.
+    """Convert `path` into `folder` unless it already holds this very file's conversion. Of several
+    processes that want the same folder one converts, and the others wait.
 
     Returns:
         `folder`, with model.safetensors, config.json, tokenizer files and chat template, and
@@ -27,6 +29,13 @@ def convert_gguf(path: Path, folder: Path) -> Path:
     Raises:
         ValueError: transformers cannot read the file.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever ends the process
+        return _converted(path, folder)
+
+
+def _converted(path: Path, folder: Path) -> Path:
     marker, digest = folder / "converted.json", sha256_file(path)
     if marker.exists() and json.loads(marker.read_text()).get("sha256") == digest:
         return folder

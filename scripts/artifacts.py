@@ -11,16 +11,23 @@ from ..conf.schema import Config
 @dataclass(frozen=True)
 class Artifacts:
     """The paths of a run: `work` holds what it makes, `inputs` its rows and caches (the same
-    folder, mostly), `answers` says which of them are learned from (`data.answers`)."""
+    folder, mostly), `learned` the rows that states are dumped of and a head learns from
+    (`data.answers`); `cache` is a path or an fsspec URL."""
 
     work: Path
     inputs: Path
-    answers: str = "found"
+    learned: Path
+    cache: str
+    """The target's hidden states over the learned rows."""
 
     @classmethod
     def of(cls, config: Config) -> Artifacts:
         """Those of a configuration."""
-        return cls(Path(config.work), Path(config.inputs or config.work), config.data.answers)
+        work = Path(config.work)
+        inputs = Path(config.inputs or work)
+        suffix = "" if config.data.answers == "found" else "-regenerated"
+        cache = config.data.dump.folder or str(inputs / f"cache{suffix}")
+        return cls(work, inputs, inputs / f"rows{suffix}", cache.rstrip("/"))
 
     @property
     def rows(self) -> Path:
@@ -33,19 +40,9 @@ class Artifacts:
         return self.inputs / "rows-regenerated"
 
     @property
-    def learned(self) -> Path:
-        """The rows that states are dumped of and a head learns from."""
-        return self.rows if self.answers == "found" else self.regenerated
-
-    @property
-    def cache(self) -> Path:
-        """The target's hidden states over the learned rows."""
-        return self.inputs / ("cache" if self.answers == "found" else "cache-regenerated")
-
-    @property
-    def heldout_cache(self) -> Path:
-        """The same of the held-out rows, which validation reads."""
-        return self.cache.with_name(f"{self.cache.name}-heldout")
+    def heldout_cache(self) -> str:
+        """The states of the held-out rows, which validation reads."""
+        return f"{self.cache}-heldout"
 
     @property
     def train(self) -> Path:

@@ -13,6 +13,7 @@ VERBS = {
     "prepare": "conversations -> token rows, loss mask and a ledger of what was dropped and why",
     "regenerate": "token rows -> the same conversations, answered by the target itself",
     "dump": "token rows -> the target's hidden states, in a sharded cache",
+    "combine": "several caches, or a part of one, read as one; no state is copied",
     "train": "cache -> head, with its acceptance measured in the engine while training",
     "evaluate": "head + prompts -> acceptance report (JSON, Markdown, HTML, plots)",
     "export": "native head -> another layout, re-imported and compared by logits",

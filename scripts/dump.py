@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
+
+import torch
 
 from ..conf.schema import Config
 from ..data.dump import DumpConfig, Dumped, dump
 from ..data.rows import Rows
-from ..models.provenance import write_provenance
-from ..models.target import Target
+from ..data.store import Store
+from ..models.provenance import provenance
+from ..models.target import Target, torch_device
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
@@ -20,7 +24,8 @@ from .progress import progress
 def run(config: Config, invocation: Invocation) -> None:
     """Write the caches of the training and of the held-out rows, or find them there."""
     done = caches(config, invocation)
-    invocation.wrote(**{place.folder.name.replace("-", "_"): place.folder for place in done})
+    names = ("cache", "cache_heldout")
+    invocation.wrote(**{name: place.folder for name, place in zip(names, done, strict=False)})
     invocation.next("train")
 
 
@@ -28,9 +33,13 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     """The caches of a run, made or found. The held-out one is left out where nothing is held
     out."""
     artifacts = Artifacts.of(config)
-    target = Target.load(config.target)
     settings = config.data.dump
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
+    if settings.rank is None:
+        settings = dataclasses.replace(settings, **_launched(os.environ))
+    if torch_device(config.target.device).type == "cuda":
+        torch.cuda.set_device(_local_rank(os.environ))
+    target = Target.load(config.target)
     done = [_cache(settings, "train", artifacts.cache, target, config, invocation)]
     if len(Rows.open(artifacts.learned, "heldout")):
         # Held-out rows are few, and all of them are wanted.
@@ -42,25 +51,31 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
 def _cache(
     settings: DumpConfig,
     split: str,
-    out: Path,
+    out: str,
     target: Target,
     config: Config,
     invocation: Invocation,
 ) -> Dumped:
     rows = Rows.open(Artifacts.of(config).learned, split)
     start = time.perf_counter()
-    with progress(invocation.console, out.name, "tokens") as report:
+    name = out.rpartition("/")[2]
+    with progress(invocation.console, name, "tokens") as report:
         done = dump(settings, rows, target, out, report)
+    if done.changed:
+        invocation.say(f"changed since the cache was made: {'; '.join(done.changed)}")
+    if not done.manifest:
+        invocation.say(f"{name}: {done.shards} shards are written; rank 0 finishes the cache")
+        return done
     counts = done.manifest["counts"]
     if done.reused:
-        invocation.say(f"reused: {out.name} (key matches; {counts['tokens']:,} tokens)")
+        invocation.say(f"reused: {name} (key matches; {counts['tokens']:,} tokens)")
         return done
-    write_provenance(out, invocation.resolved)
+    Store(out).write_json("provenance.json", provenance(invocation.resolved))
     seconds = time.perf_counter() - start
-    resumed = f", {done.resumed} shards of an earlier run kept" if done.resumed else ""
+    resumed = f", {done.resumed} of {done.shards} shards kept" if done.resumed else ""
     size = sum(shard["bytes"] for shard in done.manifest["shards"])
     invocation.say(
-        f"{out.name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {size / 1e6:,.0f} MB "
+        f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {size / 1e6:,.0f} MB "
         f"in {seconds:.0f} s"
         f"{resumed}"
     )
@@ -72,7 +87,26 @@ def _cache(
     probes = done.manifest["probes"]
     told = ", ".join(f"{name} {verdict}" for name, verdict in probes["verdicts"].items())
     invocation.say(f"probes: {told}")
+    if probes["dtype_agreement"] is not None:
+        invocation.say(
+            f"{settings.dtype} against bf16: the same token at {probes['dtype_agreement']:.1%} of "
+            f"the probed positions, {probes['dtype_nll']:+.4f} nats"
+        )
     return done
+
+
+def _launched(environment: Mapping[str, str]) -> dict[str, int]:
+    """rank and world_size as torchrun or srun announces them; those of a process alone else."""
+    # SLURM_NTASKS stands in a batch script, too, which is one process: a step has its own count
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if rank in environment and size in environment:
+            return {"rank": int(environment[rank]), "world_size": int(environment[size])}
+    return {"rank": 0, "world_size": 1}
+
+
+def _local_rank(environment: Mapping[str, str]) -> int:
+    """Which GPU of this machine."""
+    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
 
 
 VERB = Verb(
@@ -80,14 +114,16 @@ VERB = Verb(
     task=run,
     reads="WORK/rows (WORK/rows-regenerated with data.answers=regenerated) and the target",
     writes=(
-        "WORK/cache and WORK/cache-heldout (cache-regenerated*): shard-*.safetensors, "
-        "index.parquet, manifest.json, provenance.json"
+        "WORK/cache and WORK/cache-heldout (cache-regenerated*, or data.dump.folder and "
+        "FOLDER-heldout): shard-*.safetensors, index.parquet, manifest.json, provenance.json"
     ),
     sections=("work", "overwrite", "target", "data.answers", "data.dump"),
     examples=(
         "draftsmith dump",
         "draftsmith dump work=work/mine data.dump.max_tokens=2000000",
-        "draftsmith dump target=llama-3.1-8b data.dump.tokens_per_batch=16384",
+        "draftsmith dump target=llama-3.1-8b data.dump.tokens_per_batch=16384 data.dump.dtype=fp8",
+        "torchrun --nproc-per-node 8 -m draftsmith.scripts.dump target=llama-3.1-8b "
+        "data.dump.folder=s3://bucket/llama-cache",
     ),
     kept="whole shards are kept, and the same command goes on from them",
 )

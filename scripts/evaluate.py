@@ -12,6 +12,7 @@ import torch
 from rich.table import Table
 
 from ..conf.schema import Config
+from ..data.store import Store
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
 from ..inference.plots import unconditional
@@ -243,8 +244,9 @@ def _about_data(artifacts: Artifacts) -> dict[str, Any]:
         about |= {name: ledger[name] for name in ("records", "tokens")}
         tokens = ledger["tokens"]
         about["on_policy_share"] = tokens.get("on_policy", 0) / max(tokens["supervised"], 1)
-    if (artifacts.cache / "manifest.json").exists():
-        manifest = read_json(artifacts.cache / "manifest.json")
+    store = Store(artifacts.cache)
+    if store.exists("manifest.json"):
+        manifest = store.read_json("manifest.json")
         about["cache"] = {
             "key": manifest["key"],
             "boundaries": manifest["boundaries"],

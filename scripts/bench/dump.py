@@ -7,6 +7,11 @@ padded, at its best batch size of 1, 2 and 4, in two forms: the call that other 
 no other states). All forms take turns in one process; each figure is the best of its repeats, in
 bfloat16.
 
+Then the whole dump against bare prefill: the same rows in the same batches through `capture`, its
+states thrown away, beside `dump` into a folder in each dtype (plan, quantising, hashing, writing,
+index and manifest; `ratio` leaves out the probes of the first 512 tokens, which a long dump does
+not notice, `ratio_with_probes` does not).
+
     python -m draftsmith.scripts.bench.dump [OUT.json]
 """
 
@@ -23,6 +28,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ...data.dump import DumpConfig, dump
+from ...data.plan import plan_shards
+from ...data.prefill import batches_of, probe_rows
+from ...data.quantise import DTYPES
 from ...data.rows import Rows, RowsConfig, prepare
 from ...inference.capture import capture
 from ...models.files import atomic_write_json
@@ -33,6 +42,8 @@ TOKENS = 6_000
 PACK = 2048
 BATCHES = (1, 2, 4)
 REPEATS = 2
+DUMP_TOKENS = 24_000
+SHARD_TOKENS = 4096
 
 
 def real_rows(folder: Path, scratch: Path, max_length: int) -> list[Tensor]:
@@ -115,8 +126,68 @@ def measure(max_length: int) -> dict[str, Any]:
     }
 
 
+def measure_dump() -> dict[str, Any]:
+    """Tokens per second of bare prefill and of a whole dump in each dtype, and their ratios."""
+    config = TargetConfig(folder=str(Path("work") / "target" / "smollm2"))
+    target = Target.load(config)
+    boundaries = (target.num_layers,)
+    speeds: dict[str, float] = {}
+    probes: dict[str, float] = dict.fromkeys(DTYPES, float("inf"))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "rows"
+        settings = RowsConfig(SHAREGPT, torn="salvage", max_records=120, max_length=1024, holdout=0)
+        prepare(settings, load_tokenizer(target.folder), target.fingerprint, folder)
+        rows = Rows.open(folder)
+        shards = plan_shards(rows.lengths, SHARD_TOKENS, DUMP_TOKENS)
+        total = sum(int(rows.lengths[shard].sum()) for shard in shards)
+
+        def bare() -> None:
+            for shard in shards:
+                for batch in batches_of(shard, rows.lengths, PACK):
+                    ids = [torch.from_numpy(rows[row].tokens.astype("int64")) for row in batch]
+                    capture(target, ids, boundaries)
+
+        def whole(dtype: str, out: Path) -> None:
+            asked = DumpConfig(
+                dtype=dtype,
+                shard_tokens=SHARD_TOKENS,
+                tokens_per_batch=PACK,
+                max_tokens=DUMP_TOKENS,
+            )
+            dump(asked, rows, target, out)
+
+        for turn in range(REPEATS):
+            forms: dict[str, Callable[[], None]] = {"bare": bare}
+            for dtype in DTYPES:
+                out = Path(scratch) / f"{dtype}-{turn}"
+                forms[dtype] = lambda dtype=dtype, out=out: whole(dtype, out)
+            for name, form in forms.items():
+                start = time.perf_counter()
+                form()
+                speeds[name] = max(speeds.get(name, 0.0), total / (time.perf_counter() - start))
+            for dtype in DTYPES:
+                start = time.perf_counter()
+                probe_rows(rows, shards[0], target, boundaries, dtype)
+                probes[dtype] = min(probes[dtype], time.perf_counter() - start)
+    bare_speed = speeds.pop("bare")
+    return {
+        "tokens": total,
+        "shards": len(shards),
+        "threads": torch.get_num_threads(),
+        "bare_prefill": bare_speed,
+        "probe_seconds": probes,
+        "dump": speeds,
+        "ratio": {
+            name: total / (total / speed - probes[name]) / bare_speed
+            for name, speed in speeds.items()
+        },
+        "ratio_with_probes": {name: speed / bare_speed for name, speed in speeds.items()},
+    }
+
+
 def main() -> int:
-    """Print the table for two row lengths; write JSON where a path is given."""
+    """Print the table for two row lengths and that of the dump; write JSON where a path is
+    given."""
     results = [measure(length) for length in (512, 1024)]
     for result in results:
         print(
@@ -127,8 +198,14 @@ def main() -> int:
             print(f"  {name:<36} {speed:8.0f} tokens/s")
         print(f"  packed / best forward                {result['ratio_to_forward']:8.2f} x")
         print(f"  packed / best base-model forward     {result['ratio_to_base_model']:8.2f} x")
+    dumped = measure_dump()
+    print(f"\ndump of {dumped['tokens']:,} tokens in {dumped['shards']} shards")
+    print(f"  {'bare prefill':<36} {dumped['bare_prefill']:8.0f} tokens/s")
+    for name, speed in dumped["dump"].items():
+        told = f"{dumped['ratio'][name]:.1%} of it, {dumped['ratio_with_probes'][name]:.1%} with"
+        print(f"  {'dump, ' + name:<36} {speed:8.0f} tokens/s  ({told} the probes)")
     if len(sys.argv) > 1:
-        atomic_write_json(sys.argv[1], results)
+        atomic_write_json(sys.argv[1], {"prefill": results, "dump": dumped})
     return 0
 
 

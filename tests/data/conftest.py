@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.rows import Rows, RowsConfig, prepare
 from draftsmith.models.target import Target, TargetConfig, load_tokenizer
 
@@ -91,3 +92,29 @@ def toy_rows(
         out,
     )
     return Rows.open(out)
+
+
+@pytest.fixture
+def poisoned(toy_rows: Rows, toy_folder: Path) -> Callable[..., Target]:
+    """A maker of the toy whose embedding is infinite for a token that only the given row has."""
+
+    def make(*numbers: int) -> Target:
+        target = Target.load(TargetConfig(str(toy_folder), dtype="float32", device="cpu"))
+        target.trunk.embedding = target.trunk.embedding.clone()
+        tokens = [set(row.tokens.tolist()) for row in toy_rows]
+        for number in numbers:
+            others = set().union(*tokens[:number], *tokens[number + 1 :])
+            target.trunk.embedding[min(tokens[number] - others)] = float("inf")
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    toy_rows: Rows, toy_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A dump of all toy rows at the boundary L, in several shards; not to be changed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    dump(DumpConfig(shard_tokens=300, tokens_per_batch=128), toy_rows, toy_target, out)
+    return out

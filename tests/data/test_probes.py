@@ -77,18 +77,6 @@ def test_shifted_states_are_named(captured: Captured, shift: int, told: str) -> 
     assert "another layer, another row" in verdicts["argmax"]
 
 
-def test_normed_states_are_named(captured: Captured) -> None:
-    """Case 10: states that went through the final norm before they were stored."""
-    normed = captured.target.trunk.norm(captured.states[captured.last])
-    assert "normed before they were stored" in captured.probe(normed)["norm"]
-
-
-def test_states_of_another_layer_are_named(captured: Captured) -> None:
-    """Case 9: one block too early is found by the tokens it chooses."""
-    verdicts = captured.probe(captured.states[captured.last - 1])
-    assert "another layer" in verdicts["argmax"]
-
-
 def test_states_of_another_row_are_named(captured: Captured) -> None:
     """Cases 2, 4: rows that slid against their tokens."""
     border = int(captured.starts[1])

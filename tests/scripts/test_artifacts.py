@@ -14,7 +14,7 @@ def names(*overrides: str) -> list[str]:
     """The folders that a head is trained from."""
     found = Artifacts.of(to_config(composed(["work=w", "inputs=i", *overrides])))
     assert found.rows == Path("i/rows") and found.regenerated == Path("i/rows-regenerated")
-    return [path.as_posix() for path in (found.learned, found.cache, found.heldout_cache)]
+    return [str(path) for path in (found.learned, found.cache, found.heldout_cache)]
 
 
 def test_answers_choose_rows_and_caches() -> None:
