@@ -18,7 +18,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,8 @@ class Verb:
             `--help` lists.
         examples: whole command lines. kept: what an interruption leaves behind, in words.
         defaults: overrides that stand before the user's, unless the user sets the same key.
+        shorthands: words that may stand for a key on this verb's line, such as `cache=` for
+            `doctor.cache=`.
     """
 
     name: str
@@ -91,12 +93,18 @@ class Verb:
     examples: tuple[str, ...]
     kept: str
     defaults: tuple[str, ...] = ()
+    shorthands: Mapping[str, str] = field(default_factory=dict)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line (`sys.argv` when none is given) and return its exit code."""
         given = list(sys.argv[1:] if arguments is None else arguments)
         # The deepspeed launcher adds this to every rank's line; LOCAL_RANK says the same.
         given = [word for word in given if not word.startswith(("--local_rank", "--local-rank"))]
+        for short, key in self.shorthands.items():
+            given = [
+                f"{key}={word.removeprefix(short + '=')}" if word.startswith(f"{short}=") else word
+                for word in given
+            ]
         console = Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
         with _short_warnings():
             return self._guarded(lambda: self._run(given, console))
