@@ -196,6 +196,25 @@ class GenerateConfig:
             raise ValueError(f"generate.drafter={self.drafter!r}: choose mtp, ngram or none")
 
 
+@dataclass(frozen=True)
+class DoctorConfig:
+    """What is examined, and how closely."""
+
+    cache: str | None = None
+    """The cache to examine (`cache=…` for short); null is that of the work folder."""
+    rows: int = 16
+    """Rows that are sampled: the first, the last, the longest, and others by chance."""
+    target: bool = True
+    """Load the whole target and extract the sampled rows again; false leaves that check out and
+    reads its embedding, final norm and lm_head alone."""
+    seed: int = 0
+    """Of the sample."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"doctor.rows={self.rows}: must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One run: everything below `work`, and the settings that made it."""
@@ -222,6 +241,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     import_head: ImportConfig = field(default_factory=ImportConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
 
     def __post_init__(self) -> None:
         if not self.work:

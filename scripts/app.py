@@ -92,7 +92,7 @@ class Verb:
         examples: whole command lines. kept: what an interruption leaves behind, in words.
         defaults: overrides that stand before the user's, unless the user sets the same key.
         flags: short ways to write an override, e.g. {"--show": "prepare.show"}: `--show 3` and
-            `--show=3` are `prepare.show=3`.
+            `--show=3` are `prepare.show=3`; without dashes, `cache=PLACE` is `doctor.cache=PLACE`.
     """
 
     name: str
@@ -135,7 +135,10 @@ class Verb:
                     lines.append(f"      {meaning}")
         if self.flags:
             lines += ["", "short for an option:"]
-            lines += [f"  {flag} N  is  {key}=N" for flag, key in self.flags.items()]
+            lines += [
+                f"  {flag}{' N' if flag.startswith('-') else '=…'}  is  {key}=…"
+                for flag, key in self.flags.items()
+            ]
         lines += ["", "groups of defaults, chosen by group=name:"]
         lines += [f"  {name:<12}{', '.join(choices)}" for name, choices in groups().items()]
         lines += ["", "examples:", *(f"  {example}" for example in self.examples), ""]

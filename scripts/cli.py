@@ -19,6 +19,7 @@ VERBS = {
     "export": "native head -> another layout, re-imported and compared by logits",
     "import": "another layout -> native head",
     "generate": "chat with the target, plain or with a head",
+    "doctor": "checks a cache for the classic faults and says which one it has",
     "demo": "all of it on a small real model, on a CPU, in minutes",
 }
 """Every verb in the order of the way, and what it does."""
