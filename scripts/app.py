@@ -135,10 +135,10 @@ class Verb:
                     lines.append(f"      {meaning}")
         if self.flags:
             lines += ["", "short for an option:"]
-            lines += [
-                f"  {flag}{' N' if flag.startswith('-') else '=…'}  is  {key}=…"
-                for flag, key in self.flags.items()
-            ]
+            for flag, key in self.flags.items():
+                lines.append(
+                    f"  {flag} N  is  {key}=N" if flag[0] == "-" else f"  {flag}=…  is  {key}=…"
+                )
         lines += ["", "groups of defaults, chosen by group=name:"]
         lines += [f"  {name:<12}{', '.join(choices)}" for name, choices in groups().items()]
         lines += ["", "examples:", *(f"  {example}" for example in self.examples), ""]
