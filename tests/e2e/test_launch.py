@@ -133,17 +133,28 @@ def equal_heads(one: Path, two: Path) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_two_ranks_from_the_command_line(prepared: Prepared) -> None:
-    """The cache on two ranks: twice the tokens of one a step, validated, and a head at the end."""
-    prepared.dump(tokens_per_batch=512)
-    folder = prepared.run(torchrun(2), "two")
-    records = list(read_metrics(folder / "metrics.jsonl"))
+def test_a_cache_of_two_dumping_ranks_trains_on_one_and_on_three(prepared: Prepared) -> None:
+    """Three batches a step either way, in turn or side by side: the same tokens, losses and head,
+    validated, and written."""
+    for split, name in (("train", "cache"), ("heldout", "cache-heldout")):
+        rows = Rows.open(prepared.inputs / "rows", split)
+        for rank in (1, 0):
+            config = DumpConfig(shard_tokens=512, rank=rank, world_size=2, overwrite=True)
+            dump(config, rows, prepared.target, prepared.inputs / name)
+    assert len(Cache.open(prepared.inputs / "cache").manifest["shards"]) > 2
+    three = prepared.run(torchrun(3), "three")
+    one = prepared.run(ONE, "one", "train.accumulation=3")
+    records = list(read_metrics(three / "metrics.jsonl"))
     assert [r["step"] for r in records] == [1, 2, 3, 4, 4] and records[-1]["kind"] == "validation"
     plan = BatchPlan(Cache.open(prepared.inputs / "cache"), tokens_per_batch=256)
-    read = [plan.tokens(2 * step) + plan.tokens(2 * step + 1) for step in range(4)]
+    read = [sum(plan.tokens(3 * step + part) for part in range(3)) for step in range(4)]
     assert [r["tokens"] for r in records[:4]] == read
-    assert json.loads((folder / "run.json").read_text())["finished"] == 4
-    assert (folder / "head" / "config.json").exists()
+    assert losses(three) == pytest.approx(losses(one), rel=1e-5)
+    left, right = (load_file(run / "head" / "head.safetensors") for run in (three, one))
+    for name, value in left.items():
+        assert torch.allclose(value.float(), right[name].float(), rtol=1e-4, atol=1e-5), name
+    assert json.loads((three / "run.json").read_text())["finished"] == 4
+    assert (three / "head" / "config.json").exists()
 
 
 def test_a_target_rank_serves_what_the_trainer_would_make(prepared: Prepared) -> None:

@@ -123,7 +123,7 @@ def test_trunk_reads_three_tensors_of_a_sharded_checkpoint(
     assert torch.allclose(trunk.logits(normed, ids), trunk.logits(normed)[:, ids])
 
 
-def test_an_untied_target_without_lm_head_is_refused(
+def test_case_37_an_untied_target_without_lm_head_is_refused(
     tiny_llama_folder: Callable[..., Path], tmp_path: Path
 ):
     """Never a fresh random head."""

@@ -221,7 +221,7 @@ def _counting_row(trunk: Trunk, first: int, length: int) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("corrupted", [False, True])
-def test_the_counting_language_pins_the_offset_of_every_step(
+def test_case_11_the_counting_language_pins_the_offset_of_every_step(
     target: Path, toy: ModuleType, corrupted: bool
 ) -> None:
     """x_{n+1} = x_n + 1: a head trained on it predicts x_{p+2+k} at step k, not +1 and not +3, at

@@ -72,7 +72,7 @@ class _Drafting:
 
 
 @pytest.mark.parametrize("row", [0, 3, 11])
-def test_every_step_equals_real_drafting_from_the_same_prefix(
+def test_case_14_every_step_equals_real_drafting_from_the_same_prefix(
     target: Path, trunk: Trunk, toy: ModuleType, row: int
 ) -> None:
     """Committed rows 0..p in one pass, then one draft after the other: the states are the unroll's,
