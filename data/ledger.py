@@ -62,16 +62,18 @@ class Ledger:
 
     Attributes:
         dropped_table, unproven_table: of `DROPPED` and `UNPROVEN`.
-        template: what the chat template does of its own. repeats: records whose content another one
-            had before. turns: repairs and unproven spans by name. rows: train, heldout, truncated,
-            cut_mid_answer, ... tokens: total and supervised (all rows), and both again for train
-            and heldout. warnings: what should be looked at, with the remedy.
+        template: what the chat template does of its own. form: what the source is, in words.
+        repeats: records whose content another one had before. turns: repairs and unproven spans by
+            name. rows: train, heldout, truncated, cut_mid_answer, ... tokens: total and supervised
+            (all rows), and both again for train and heldout. warnings: what should be looked at,
+            with the remedy.
     """
 
     source: str
     dropped_table: TableWriter
     unproven_table: TableWriter
     template: dict[str, Any] = field(default_factory=dict)
+    form: str = ""
     read: int = 0
     torn: int = 0
     kept: int = 0
@@ -121,6 +123,7 @@ class Ledger:
         return {
             "format": FORMAT,
             "source": self.source,
+            "form": self.form,
             "template": self.template,
             "records": {
                 "read": self.read,

@@ -219,6 +219,7 @@ def _build(
         config.source,
         TableWriter(files["dropped"], DROPPED),
         TableWriter(files["unproven"], UNPROVEN),
+        form=source.form,
     )
     writers = {split: RowWriter(files[split], split == "heldout") for split in SPLITS}
     holdout = Holdout(config.holdout, config.seed)

@@ -69,6 +69,12 @@ def _tell(done: Prepared, invocation: Invocation) -> None:
         if name.startswith("unproven_"):
             table.add_row(f"answers: {name}", f"{count:,}")
     invocation.console.print(table)
+    schemas = ", ".join(
+        f"{count:,} {name.removeprefix('schema:')}"
+        for name, count in done.ledger["turns"].items()
+        if name.startswith("schema:")
+    )
+    invocation.say(f"source: {escape(done.ledger['form'])}; schemas: {schemas}")
     system = done.ledger["template"].get("default_system")
     if system:
         invocation.say(f"the template adds a system text of its own: {escape(repr(system))}")
