@@ -8,13 +8,14 @@ rolled by 1 + k before they meet it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats, distill_loss
 from ..kernels.shift import supervision
+from ..models.heads import Head
 from ..models.trunk import Trunk
-from .unroll import unroll
+from .unroll import split_states, unroll
 
 
 class Objective:
@@ -23,6 +24,7 @@ class Objective:
 
     Args:
         trunk: the target's frozen parts. step_weights: [K] weight of each unroll step.
+        boundaries: those of the batches' states, ascending, L last; empty = L alone.
         draft_ids: int64 [Vd] of a reduced draft vocabulary; the teacher is renormalised over it.
             None = all.
         dtype: of the loss's matrix products; the lm_head rows are kept in it.
@@ -34,11 +36,13 @@ class Objective:
         trunk: Trunk,
         step_weights: list[float],
         *,
+        boundaries: tuple[int, ...] = (),
         draft_ids: Tensor | None = None,
         dtype: torch.dtype,
         chunk: int | None = None,
     ) -> None:
         self.trunk = trunk
+        self.boundaries = boundaries or (0,)
         self.step_weights = torch.tensor(step_weights, dtype=torch.float32, device=trunk.device)
         self.draft_ids = None if draft_ids is None else draft_ids.to(trunk.device)
         self.head_weight = trunk.lm_head_weight(self.draft_ids).to(dtype)
@@ -50,24 +54,36 @@ class Objective:
         mask = supervision(batch.supervised, batch.starts, steps).to(self.step_weights.device)
         return mask * self.step_weights[:steps, None]
 
-    def __call__(
-        self, head: nn.Module, batch: PackedBatch, steps: int
-    ) -> tuple[Tensor, DistillStats]:
+    def states(self, batch: PackedBatch) -> dict[int, Tensor]:
+        """Raw states of a batch by boundary, [N, H] each; the last one is L."""
+        return split_states(batch.hidden, self.boundaries, self.trunk.hidden_size)
+
+    def teacher(self, batch: PackedBatch) -> Tensor:
+        """What the target's lm_head reads, [N, H]."""
+        return self.trunk.norm(self.states(batch)[self.boundaries[-1]])
+
+    def __call__(self, head: Head, batch: PackedBatch, steps: int) -> tuple[Tensor, DistillStats]:
         """Sum over supervised rows of weight * CE (a scalar, not normalised) and its statistics.
 
         steps: K <= len(step_weights). `student_top[k, t]` belongs to chain row t - 1 - k (see
         `chain_rows`).
         """
-        normed = self.trunk.norm(batch.hidden)
-        states = unroll(head, self.trunk, batch, steps, normed=normed)
-        students = torch.stack([states[k].roll(1 + k, 0) for k in range(steps)])
-        return self.judge(students.to(self.dtype), normed, self.weights(batch, steps))
+        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
+        students = torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)])
+        return self.judge(
+            students.to(self.dtype), self.teacher(batch), self.weights(batch, steps), head.lm_head
+        )
 
     def judge(
-        self, students: Tensor, normed: Tensor, weights: Tensor
+        self,
+        students: Tensor,
+        normed: Tensor,
+        weights: Tensor,
+        student_head: Tensor | None = None,
     ) -> tuple[Tensor, DistillStats]:
         """students [K, N, H] already at their teacher's row; normed [N, H]; weights [K, N] by chain
-        row."""
+        row; student_head [Vd, H] the head's own lm_head, whose logits are taken as they are; None
+        for the target's rows."""
         # A supervised row's teacher lies in its own document, so what a roll carries around the end
         # has weight 0.
         aligned = torch.stack([row.roll(1 + k) for k, row in enumerate(weights)])
@@ -76,6 +92,7 @@ class Objective:
             normed,
             aligned,
             self.head_weight,
+            student_head=student_head,
             chunk=self.chunk,
             logit_scale=self.trunk.logit_scale,
             softcap=self.trunk.softcap,
