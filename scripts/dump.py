@@ -10,6 +10,7 @@ from pathlib import Path
 from ..conf.schema import Config
 from ..data.dump import DumpConfig, Dumped, dump
 from ..data.rows import Rows
+from ..models.heads import training_boundaries
 from ..models.provenance import write_provenance
 from ..models.target import Target
 from .app import Invocation, Verb
@@ -30,7 +31,11 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     artifacts = Artifacts.of(config)
     target = Target.load(config.target)
     settings = config.data.dump
-    settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
+    settings = dataclasses.replace(
+        settings,
+        overwrite=settings.overwrite or config.overwrite,
+        boundaries=settings.boundaries or training_boundaries(config.head, target.num_layers),
+    )
     done = [_cache(settings, "train", artifacts.cache, target, config, invocation)]
     if len(Rows.open(artifacts.rows, "heldout")):
         # Held-out rows are few, and all of them are wanted.
@@ -83,10 +88,11 @@ VERB = Verb(
         "WORK/cache and WORK/cache-heldout: shard-*.safetensors, index.parquet, manifest.json, "
         "provenance.json"
     ),
-    sections=("work", "overwrite", "target", "data.dump"),
+    sections=("work", "overwrite", "target", "data.dump", "head.kind", "head.boundaries"),
     examples=(
         "draftsmith dump",
         "draftsmith dump work=work/mine data.dump.max_tokens=2000000",
+        "draftsmith dump head=eagle3",
         "draftsmith dump target=llama-3.1-8b data.dump.tokens_per_batch=16384",
     ),
     kept="whole shards are kept, and the same command goes on from them",

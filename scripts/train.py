@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from ..conf.schema import Config
@@ -22,7 +22,7 @@ from ..data.probes import ProbeReport, probe_states
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, read_json
-from ..models.heads import MTPHead, build_head, save_head
+from ..models.heads import Head, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
 from ..models.target import eos_ids, fingerprint, prepare_folder, torch_device
 from ..models.trunk import Trunk
@@ -70,8 +70,15 @@ def train(config: Config, invocation: Invocation) -> None:
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.rows)
     rows.require_tokenizer(marks)
-    expect = {**marks, "boundaries": (int(target_config.num_hidden_layers),)}
-    cache = Cache.open(artifacts.cache, {**expect, "rows_key": rows.key}, verify=rank() == 0)
+    cache = Cache.open(artifacts.cache, {**marks, "rows_key": rows.key}, verify=rank() == 0)
+    needed = training_boundaries(config.head, int(target_config.num_hidden_layers))
+    if not set(needed) <= set(cache.boundaries):
+        raise ValueError(
+            f"{artifacts.cache} holds the boundaries {list(cache.boundaries)}, a "
+            f"{config.head.kind} head reads {list(needed)}: dump again with this head, whose "
+            "boundaries are then the default, or name them in data.dump.boundaries"
+        )
+    expect = {**marks, "boundaries": cache.boundaries}
     identity = _identity(config, cache)
     if rank() == 0 and _begin(artifacts, identity, config, invocation):
         invocation.say(f"reused: train (key matches; step {config.train.max_steps})")
@@ -81,7 +88,6 @@ def train(config: Config, invocation: Invocation) -> None:
 
     torch.manual_seed(config.train.seed)
     scale = state_rms(cache)
-    head = build_head(config.head, folder, scale, target_config)
     trunk = Trunk.load(
         folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
     )
@@ -95,6 +101,7 @@ def train(config: Config, invocation: Invocation) -> None:
             f"draft vocabulary: {len(draft_ids):,} ids, {coverage:.1%} of the supervised tokens"
         )
 
+    head = build_head(config.head, folder, scale, target_config, draft_ids)
     facts = {
         "state_rms": scale,
         "seed": config.train.seed,
@@ -102,8 +109,7 @@ def train(config: Config, invocation: Invocation) -> None:
         "coverage": coverage,
     }
 
-    def keep(out: Path, weights: nn.Module, step: int, figures: dict[str, Any] | None) -> None:
-        assert isinstance(weights, MTPHead)
+    def keep(out: Path, weights: Head, step: int, figures: dict[str, Any] | None) -> None:
         save_head(
             out,
             weights,
@@ -122,6 +128,7 @@ def train(config: Config, invocation: Invocation) -> None:
         plan,
         config.train,
         artifacts.train,
+        boundaries=cache.boundaries,
         draft_ids=draft_ids,
         tracker=tracker,
         on_best=lambda weights, step, figures: keep(artifacts.best, weights, step, figures),
@@ -164,9 +171,8 @@ def probe(cache: Cache, trunk: Trunk) -> ProbeReport:
     count = int((cache.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
     tokens, _, states = cache.gather(list(range(min(count, len(cache)))))
     lengths = torch.tensor([0, *map(len, tokens)])
-    return probe_states(
-        trunk, states.to(trunk.device), torch.cat(tokens).to(trunk.device), lengths.cumsum(0)
-    )
+    last = states[:, -trunk.hidden_size :].to(trunk.device)
+    return probe_states(trunk, last, torch.cat(tokens).to(trunk.device), lengths.cumsum(0))
 
 
 def state_rms(cache: Cache) -> float:
@@ -189,10 +195,11 @@ def _identity(config: Config, cache: Cache) -> dict[str, Any]:
     on."""
     settings = dataclasses.asdict(config.train)
     settings["betas"] = list(config.train.betas)
+    shape = dataclasses.asdict(config.head) | {"boundaries": list(config.head.boundaries)}
     return {
         "cache": cache.key,
         **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
-        **{f"head.{name}": value for name, value in dataclasses.asdict(config.head).items()},
+        **{f"head.{name}": value for name, value in shape.items()},
     }
 
 
@@ -251,10 +258,10 @@ def _in_engine(config: Config) -> bool:
 
 def _told(
     validator: Validator, trainer: Trainer, invocation: Invocation
-) -> Callable[[nn.Module], dict[str, Any]]:
+) -> Callable[[Head], dict[str, Any]]:
     """The validator, with a line for the user after each of its runs."""
 
-    def validate(head: nn.Module) -> dict[str, Any]:
+    def validate(head: Head) -> dict[str, Any]:
         figures = validator(head)
         agreed = " ".join(f"{share:.1%}" for share in figures["agreement"])
         line = f"step {trainer.step}: held-out loss {figures['loss']:.3f}, agreement {agreed}"

@@ -42,6 +42,7 @@ _OWN = {
 }
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
+
 def export_deepseek_mtp(
     loaded: LoadedHead, target_folder: Path | str, out: Path | str
 ) -> dict[str, str]:
@@ -58,8 +59,8 @@ def export_deepseek_mtp(
     head, out = loaded.head, Path(out)
     if head.kind != "mtp":
         raise ValueError(
-            f"the DeepSeek MTP layout holds mtp heads, this is an {head.kind} head: keep the native "
-            "folder"
+            f"the DeepSeek MTP layout holds mtp heads, this is an {head.kind} head: keep "
+            "the native folder"
         )
     off = [name for name, on in loaded.meta["head"]["norms"].items() if not on]
     if off:

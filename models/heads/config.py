@@ -72,7 +72,8 @@ class HeadConfig:
         for name in ("modules", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"head.{name}={getattr(self, name)}: must be at least 1")
-        if list(self.boundaries) != sorted(set(self.boundaries)) or min(self.boundaries, default=0) < 0:
+        ascending = list(self.boundaries) == sorted(set(self.boundaries))
+        if not ascending or min(self.boundaries, default=0) < 0:
             raise ValueError(
                 f"head.boundaries={list(self.boundaries)}: give them ascending, each once, from 0 "
                 "on; their columns lie side by side in that order"

@@ -36,7 +36,6 @@ class Eagle3Head(Head):
     """
 
     kind = "eagle3"
-    lm_head: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     rotary: nn.Module
 
     def __init__(
@@ -116,6 +115,7 @@ class Eagle3Head(Head):
             start.layer(layer, stream)
         start.output_norm(self.norm)
         rows = start.trunk.lm_head_weight(start.draft_ids)
+        assert self.lm_head is not None
         self.lm_head.copy_(rows * start.trunk.logit_scale)
         if start.passes_through:
             size = self.fc.weight.shape[0]

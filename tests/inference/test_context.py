@@ -63,9 +63,7 @@ def worst_difference(target: Target, head: Head, steps: int, chunk: int) -> torc
             read = split_states(hidden, boundaries, target.hidden_size)
             states = unroll(head, target.trunk, batch, steps, states=read)
         for (identity, position, step), row in drafter.rows.items():
-            if (
-                identity == sequence.id and step < steps and position + 1 + step < len(tokens)
-            ):
+            if identity == sequence.id and step < steps and position + 1 + step < len(tokens):
                 compared[step] += 1
                 worst[step] = max(worst[step], (states[step, position] - row).abs().max().double())
     assert compared[0] >= sum(len(p) for p in PROMPTS) and all(compared)

@@ -198,9 +198,7 @@ def test_requests_join_and_leave_while_others_run(target, head: Head, answers):
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(
-    target, head: Head, draft_tokens: int
-):
+def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(target, head: Head, draft_tokens: int):
     """Each request draws from its own stream: alone or in a batch the text is the same, another
     seed differs."""
     drafter = HeadDrafter(head, None) if draft_tokens else None

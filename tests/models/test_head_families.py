@@ -127,7 +127,11 @@ def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
     config = HeadConfig("eagle3", 1, 2, (0, 2), norm_before_residual=before, norm_output=after)
     head = moved(config, folder, IDS).double()
     w = head.state_dict()
-    states, embeds, positions = {0: noise(6, 64), 2: noise(6, 64) * 2}, noise(6, 64), torch.arange(6)
+    states, embeds, positions = (
+        {0: noise(6, 64), 2: noise(6, 64) * 2},
+        noise(6, 64),
+        torch.arange(6),
+    )
     with torch.no_grad():
         g = head.feed(states | {3: noise(6, 64)}, Trunk.load(folder, torch.float64))
         out = head(embeds, g, positions, PackedContext([0, 6]))
@@ -210,9 +214,7 @@ def test_a_head_folder_round_trips_for_every_family(
     """Configuration, every tensor bit for bit, the draft vocabulary."""
     ids = IDS if reduced else None
     head = moved(FAMILIES[name], folder, ids)
-    save_head(
-        tmp_path, head, target_fingerprint=MARKS, draft_ids=ids, trained_length=40, config={}
-    )
+    save_head(tmp_path, head, target_fingerprint=MARKS, draft_ids=ids, trained_length=40, config={})
     loaded = load_head(tmp_path, MARKS)
     assert loaded.head.config == head.config and type(loaded.head) is type(head)
     assert (loaded.draft_ids is None) == (ids is None)
@@ -281,7 +283,9 @@ def test_wrong_shapes_are_refused(settings: dict, message: str):
 
 def test_settings_that_a_kind_does_not_read_are_named():
     """A warning each, so that an ablation over nothing is noticed."""
-    with pytest.warns(UserWarning, match=r"mtp does not read boundaries=\(1, 2\), norm_output=True"):
+    with pytest.warns(
+        UserWarning, match=r"mtp does not read boundaries=\(1, 2\), norm_output=True"
+    ):
         HeadConfig(boundaries=(1, 2), norm_output=True)
     with pytest.warns(UserWarning, match="norms.output=True"):
         HeadConfig("medusa", norms=NormConfig(False, False, False, True))

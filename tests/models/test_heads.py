@@ -83,7 +83,9 @@ def test_a_head_starts_from_the_target(folder: Path):
             assert torch.equal(ours, tensors[name]), name
     assert torch.equal(head["blocks.1.norm.weight"], tensors["model.norm.weight"] * 0.4)
     identity = torch.eye(64)
-    assert torch.equal(head["blocks.0.eh_proj.weight"], torch.cat([1.5 * identity, 3 * identity], 1))
+    assert torch.equal(
+        head["blocks.0.eh_proj.weight"], torch.cat([1.5 * identity, 3 * identity], 1)
+    )
     random = build_head(HeadConfig(init=InitConfig("random", "random")), folder, 3.0)
     assert not torch.equal(
         random.state_dict()["blocks.0.layer.mlp.up_proj.weight"],
@@ -168,7 +170,7 @@ def test_vocabulary_maps_are_offsets():
 def test_deepseek_layout_round_trips_bit_for_bit(
     folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None, modules: int
 ):
-    """Export names the layers from L of the target on, and reading them back gives the same head."""
+    """Export names the target's layers from L on, and reading them back gives the same head."""
     head = trained_like(folder, modules=modules)
     native = load_head(save(head, tmp_path / "native", draft_ids))
     write, read = layout("deepseek-mtp")

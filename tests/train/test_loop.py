@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.models.heads import Head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer
@@ -37,7 +38,7 @@ class _Listed:
         return int(state["cursor"])
 
 
-def _trainer(trunk: Trunk, head: nn.Module, plan: Any, out: Path, **config: Any) -> Trainer:
+def _trainer(trunk: Trunk, head: Head, plan: Any, out: Path, **config: Any) -> Trainer:
     validate = config.pop("validate", None)
     on_best = config.pop("on_best", None)
     defaults = {
@@ -292,7 +293,7 @@ def test_bf16_keeps_fp32_weights_and_learns(
     assert all(p.dtype == torch.float32 for p in head.parameters())
     losses = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")]
     assert losses[-1] < losses[0]
-    weight = head.eh_proj.weight.detach()
+    weight = head.get_parameter("blocks.0.eh_proj.weight").detach()
     assert not torch.equal(weight, weight.bfloat16().float())
 
 

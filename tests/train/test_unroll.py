@@ -40,8 +40,8 @@ class _Recorder(Head):
 
 def test_each_step_is_fed_the_text_and_its_own_last_state(trunk: Trunk, toy: ModuleType) -> None:
     """Step k of row p: embedding of x_{p+1+k}, position p+k, what step k-1 recycled (step 0: the
-    normed state); what it drafted is returned. The text's own token is fed even when the step before was wrong, so input prefix
-    and label prefix agree (102)."""
+    normed state); what it drafted is returned. The text's own token is fed even when the step
+    before was wrong, so input prefix and label prefix agree (102)."""
     batch = toy.packed([toy.random_row(1, 6), toy.random_row(2, 4)])
     head = _Recorder()
     states = unroll(head, trunk, batch, 3)
