@@ -109,10 +109,10 @@ class Eagle3Head(Head):
 
     def start(self, start: Start) -> None:
         """See `Head.start`; the highest of the fused boundaries is let through."""
-        stream = start.stream(isinstance(self.norm, RMSNorm))
-        start.wide_layer(self.layers[0], stream, self.enorm, self.hnorm)
+        frame = start.frame(self.norm)
+        start.wide_layer(self.layers[0], frame, self.enorm, self.hnorm)
         for layer in list(self.layers)[1:]:
-            start.layer(layer, stream)
+            start.layer(layer, frame)
         start.output_norm(self.norm)
         rows = start.trunk.lm_head_weight(start.draft_ids)
         assert self.lm_head is not None
@@ -120,7 +120,7 @@ class Eagle3Head(Head):
         if start.passes_through:
             size = self.fc.weight.shape[0]
             self.fc.weight.zero_()
-            self.fc.weight[:, -size:] = torch.eye(size) * (stream / start.state_rms)
+            self.fc.weight[:, -size:] = torch.diag(frame)
         else:
             start.random(self.fc.weight)
 

@@ -69,8 +69,8 @@ class FusedModule(nn.Module):
 
     def start(self, start: Start) -> None:
         """See `Head.start`."""
-        stream = start.stream(isinstance(self.norm, RMSNorm))
-        start.layer(self.layer, stream)
+        frame = start.frame(self.norm)
+        start.layer(self.layer, frame)
         start.output_norm(self.norm)
         weight = self.eh_proj.weight
         if not start.passes_through:
@@ -78,7 +78,7 @@ class FusedModule(nn.Module):
             return
         embeds = 1.0 if isinstance(self.enorm, RMSNorm) else start.embedding_rms
         hidden = 1.0 if isinstance(self.hnorm, RMSNorm) else start.normed_rms
-        identity = torch.eye(weight.shape[0]) * stream
+        identity = torch.diag(frame * start.state_rms)
         share = start.init.embedding_share / embeds
         weight.copy_(torch.cat([share * identity, identity / hidden], 1))
 

@@ -7,7 +7,7 @@ its own state, with logits scaled down by `output_scale`.
 
 A norm that is switched off is folded into the weights behind it, with the usual size of its input
 in place of each row's own: without that a head without norms would start far from where one with
-them does, and an ablation would measure the start.
+them does, and an ablation would measure the start above all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .config import InitConfig
 
 _READERS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _WRITERS = ("o_proj.weight", "down_proj.weight")
+_INPUT_NORM = "input_layernorm.weight"
+_NORMS = (_INPUT_NORM, "post_attention_layernorm.weight")
 
 
 class Start:
@@ -79,10 +81,16 @@ class Start:
         """The usual RMS of a state after the target's final norm: that of the norm's weight."""
         return float(effective_weight(self.trunk.final_norm).square().mean().sqrt())
 
-    def stream(self, output_norm: bool) -> float:
-        """RMS that the residual stream of the head's layer starts with: the raw state's where an
-        output norm follows, else that of what lm_head reads."""
-        return self.state_rms if output_norm else self.normed_rms * self.init.output_scale
+    def frame(self, output_norm: nn.Module) -> Tensor:
+        """[H]: what the residual stream of the head is multiplied by against the target's own. Ones
+        where an output norm follows; else that norm's weight over the usual size of its input, so
+        that the stream itself is what lm_head reads."""
+        if isinstance(output_norm, RMSNorm):
+            return torch.ones(int(self.config.hidden_size))
+        weight = effective_weight(self.trunk.final_norm)
+        least = 0.05 * self.normed_rms  # it is divided by
+        weight = torch.where(weight.abs() < least, least, weight)
+        return weight * (self.init.output_scale / self.state_rms)
 
     def random(self, weight: Tensor) -> None:
         """Fill a matrix as the target's family does."""
@@ -95,8 +103,8 @@ class Start:
             offset = 1.0 if norm.style == "gemma" else 0.0
             norm.weight.add_(offset).mul_(self.init.output_scale).sub_(offset)
 
-    def layer(self, layer: nn.Module, stream: float) -> None:
-        """The target's last layer, for a residual stream of another size where it has one.
+    def layer(self, layer: nn.Module, frame: Tensor) -> None:
+        """The target's last layer, for a residual stream in `frame`.
 
         A missing `input_layernorm` (an identity) is folded into the projections that read it.
 
@@ -107,17 +115,16 @@ class Start:
             return
         tensors = self.last_layer()
         if isinstance(layer.input_layernorm, nn.Identity):
-            gain = tensors.pop("input_layernorm.weight", None)
+            gain = tensors.pop(_INPUT_NORM, None)
             if gain is not None:
-                if _style(layer) == "gemma":
-                    gain = gain + 1.0
+                gain = _effective(gain, layer) / (self.state_rms * frame)
                 for name in (f"self_attn.{reader}.weight" for reader in _READERS):
                     if name in tensors:
-                        tensors[name] = tensors[name] * (gain / stream)
-        self._load(layer, tensors, stream)
+                        tensors[name] = tensors[name] * gain
+        self._load(layer, tensors, frame)
 
     def wide_layer(
-        self, layer: nn.Module, stream: float, embedding_norm: nn.Module, state_norm: nn.Module
+        self, layer: nn.Module, frame: Tensor, embedding_norm: nn.Module, state_norm: nn.Module
     ) -> None:
         """The same for a layer whose attention reads [embedding ; state]: the target's projections
         for each half, its input norm for both norms (folded where one is an identity).
@@ -128,21 +135,20 @@ class Start:
         if self.init.layer != "target-last":
             return
         tensors = self.last_layer()
-        gain = tensors.pop("input_layernorm.weight", torch.ones(int(self.config.hidden_size)))
-        parts: list[Tensor] = []
-        sizes = (self.embedding_rms, self.state_rms)
+        gain = tensors.pop(_INPUT_NORM, torch.ones_like(frame))
+        columns: list[Tensor] = []
+        sizes = (self.embedding_rms * torch.ones_like(frame), self.state_rms * frame)
         for norm, size in zip((embedding_norm, state_norm), sizes, strict=True):
             if isinstance(norm, RMSNorm):
                 norm.load_state_dict({"weight": gain})
-                parts.append(torch.ones_like(gain))
+                columns.append(torch.ones_like(gain) if norm is embedding_norm else _undo(frame))
             else:
-                parts.append((gain + 1.0 if _style(layer) == "gemma" else gain) / size)
-        columns = torch.cat([parts[0] * self.init.embedding_share, parts[1]])
-        for name in ("q_proj", "k_proj", "v_proj"):
-            key = f"self_attn.{name}.weight"
-            if key in tensors:
-                tensors[key] = torch.cat([tensors[key], tensors[key]], 1) * columns
-        self._load(layer, tensors, stream)
+                columns.append(_effective(gain, layer) / size)
+        columns[0] = columns[0] * self.init.embedding_share
+        for name in (f"self_attn.{reader}.weight" for reader in _READERS):
+            if name in tensors:
+                tensors[name] = torch.cat([tensors[name], tensors[name]], 1) * torch.cat(columns)
+        self._load(layer, tensors, frame)
 
     def last_layer(self) -> dict[str, Tensor]:
         """The tensors of the target's last layer, float32."""
@@ -150,17 +156,20 @@ class Start:
         last = int(self.config.num_hidden_layers) - 1
         return {name: value.float() for name, value in read_layer(files, last).items()}
 
-    def _load(self, layer: nn.Module, tensors: dict[str, Tensor], stream: float) -> None:
+    def _load(self, layer: nn.Module, tensors: dict[str, Tensor], frame: Tensor) -> None:
         odd = sorted(set(tensors) ^ set(layer.state_dict()))
         if odd:
             raise ValueError(
                 f"{self.folder}: {odd[:4]} are in one of the target's last layer and the head's "
                 "layer, not in both; use head.init.layer=random"
             )
-        if stream != self.state_rms:
+        if not bool((frame == 1).all()):
             for name in tensors:
                 if name.endswith(_WRITERS):
-                    tensors[name] = tensors[name] * (stream / self.state_rms)
+                    tensors[name] = tensors[name] * frame[:, None]
+                elif name in _NORMS:
+                    undone = _effective(tensors[name], layer) * _undo(frame)
+                    tensors[name] = undone - _effective(torch.zeros_like(undone), layer)
         layer.load_state_dict(tensors)
 
 
@@ -170,5 +179,12 @@ def effective_weight(norm: nn.Module) -> Tensor:
     return weight + 1.0 if getattr(norm, "style", "rms") == "gemma" else weight
 
 
-def _style(layer: nn.Module) -> str:
-    return next((m.style for m in layer.modules() if isinstance(m, RMSNorm)), "rms")
+def _effective(weight: Tensor, layer: nn.Module) -> Tensor:
+    """What the norms of `layer` multiply by for a stored weight."""
+    style = next((m.style for m in layer.modules() if isinstance(m, RMSNorm)), "rms")
+    return weight + 1.0 if style == "gemma" else weight
+
+
+def _undo(frame: Tensor) -> Tensor:
+    """[H]: takes a normed stream out of its frame, at the size it has there."""
+    return frame.square().mean().sqrt() / frame

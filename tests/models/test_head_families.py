@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,8 @@ def test_eagle_with_all_norms_is_one_recycled_mtp_module(folder: Path):
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "medusa"])
 def test_a_head_without_norms_starts_about_where_one_with_them_does(folder: Path, name: str):
-    """A switched-off norm is folded into the weights behind it: the first logits have the size of
-    the target's, scaled down, and their direction is that of the head with all norms."""
+    """A switched-off norm is folded into the weights behind it: what lm_head reads has about the
+    size and mostly the direction that it has with all norms."""
     trunk, generator = Trunk.load(folder, torch.float32), torch.Generator().manual_seed(0)
     raw = torch.randn(32, 64, generator=generator) * 3.0
     embeds = trunk.embed(torch.randint(512, (32,), generator=generator))
@@ -189,9 +190,10 @@ def test_a_head_without_norms_starts_about_where_one_with_them_does(folder: Path
         with torch.no_grad():
             return head(embeds, fed, torch.arange(32), PackedContext([0, 32])).drafted
 
-    ours, normed = first(FAMILIES[name]), trunk.norm(raw)
-    size = float(ours.square().mean().sqrt() / normed.square().mean().sqrt())
-    assert 0.2 < size < 1.6, size
+    ours, whole = first(FAMILIES[name]), first(replace(FAMILIES[name], norms=NormConfig()))
+    size = float(ours.square().mean().sqrt() / whole.square().mean().sqrt())
+    assert 0.5 < size < 4.0, size  # without an output norm the layers may still add to it
+    assert float(torch.cosine_similarity(ours, whole).mean()) > 0.7
 
 
 def test_the_start_of_eagle3_reads_the_targets_own_rows(folder: Path):
