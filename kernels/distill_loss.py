@@ -236,8 +236,9 @@ def _forward(
             torch.softmax(z, -1, out=one)
             place = num_teachers + begin, num_teachers + end
             log_z = best[slice(*place)] - one.gather(1, top[slice(*place), None]).squeeze(1).log()
-            cross[here] = log_z - expected
-            kl[here] = log_z - expected - entropy[chosen]
+            soft = log_z - expected
+            cross[here] = soft
+            kl[here] = soft - entropy[chosen]
             if plain:
                 one.sub_(wanted)
                 continue
@@ -247,9 +248,7 @@ def _forward(
                 q=one,
                 teacher_logits=target_logits[index],
                 logits=z,
-                teacher_log_z=teacher_log_z[index],
-                log_z=log_z,
-                cross=log_z - expected,
+                cross=soft,
                 label=label[index],
                 top=likeliest[index],
                 config=loss,

@@ -24,8 +24,9 @@ Legend: m rows, V columns of the head, H hidden.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,13 +55,21 @@ class LossConfig:
     costs the whole lm_head once per row. Validation reports it in any case."""
 
     def __post_init__(self) -> None:
-        parse(self.kind)
+        terms = parse(self.kind)
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1")
         if not 0 <= self.eta < math.inf:
             raise ValueError(f"eta={self.eta}: must be 0 (pure KL) or positive")
         if self.labels not in ("teacher", "data"):
             raise ValueError(f"labels={self.labels!r}: must be teacher or data")
+        readers = {"top_k": "topk", "eta": "lk-lambda", "labels": "ce"}
+        for field in fields(self):
+            value, term = getattr(self, field.name), readers.get(field.name)
+            if term is not None and term not in terms and value != field.default:
+                warnings.warn(
+                    f"{field.name}={value!r} has no effect: kind={self.kind!r} has no term {term}",
+                    stacklevel=3,
+                )
 
 
 def parse(kind: str) -> dict[str, float]:
@@ -95,8 +104,6 @@ class Pair(NamedTuple):
     q: Tensor  # [m, V] the student's
     teacher_logits: Tensor  # [m, V] finished
     logits: Tensor  # [m, V] finished
-    teacher_log_z: Tensor  # [m] log of the sum of exponentials of the logits
-    log_z: Tensor  # [m]
     cross: Tensor  # [m] -sum p log q
     label: Tensor  # [m] int64 column of the hard label; -1 = none, which adds nothing
     top: Tensor  # [m, k] int64 the teacher's likeliest columns; k = 0 where no term asks for them
@@ -104,13 +111,14 @@ class Pair(NamedTuple):
 
     @property
     def log_p(self) -> Tensor:
-        """[m, V]; finite where p underflows."""
-        return self.teacher_logits - self.teacher_log_z[:, None]
+        """[m, V], made anew; finite where p underflows, exact to its own last bits where logits are
+        large."""
+        return self.teacher_logits.log_softmax(-1)
 
     @property
     def log_q(self) -> Tensor:
-        """[m, V]; finite where q underflows."""
-        return self.logits - self.log_z[:, None]
+        """[m, V], the student's."""
+        return self.logits.log_softmax(-1)
 
 
 Loss = Callable[[Pair], tuple[Tensor, Tensor]]
@@ -124,14 +132,15 @@ def _kl(pair: Pair) -> tuple[Tensor, Tensor]:
 def _ce(pair: Pair) -> tuple[Tensor, Tensor]:
     known = pair.label >= 0
     column = pair.label.clamp(min=0)[:, None]
-    value = (pair.log_z - pair.logits.gather(1, column).squeeze(1)) * known
+    value = -pair.log_q.gather(1, column).squeeze(1) * known
     hit = torch.full_like(column, -1, dtype=pair.q.dtype)
     return value, pair.q.scatter_add(1, column, hit).mul_(known[:, None])
 
 
 def _reverse_kl(pair: Pair) -> tuple[Tensor, Tensor]:
     ratio = pair.log_q.sub_(pair.log_p)
-    value = (pair.q * ratio).sum(-1)
+    # Over 150k columns an fp32 softmax sums to 1 + 1e-5, which a value of many nats would magnify.
+    value = (pair.q * ratio).sum(-1) / pair.q.sum(-1)
     return value, ratio.sub_(value[:, None]).mul_(pair.q)
 
 
@@ -148,26 +157,26 @@ def _lk_alpha(pair: Pair) -> tuple[Tensor, Tensor]:
     # 0), q / alpha = r, so the gradient q (sum r m) - r m divides by no alpha that may be 0.
     log_p, log_q = pair.log_p, pair.log_q
     smaller = torch.minimum(log_p, log_q)
-    log_alpha = smaller.logsumexp(-1)
-    share = smaller.sub_(log_alpha[:, None]).exp_()
-    share.mul_(log_p.sub_(log_q).sign_().add_(1).div_(2))
-    return -log_alpha, pair.q * share.sum(-1, keepdim=True) - share
+    share = smaller.softmax(-1).mul_(log_p.sub_(log_q).sign_().add_(1).div_(2))
+    return -smaller.logsumexp(-1), pair.q * share.sum(-1, keepdim=True) - share
 
 
 def _lk_lambda(pair: Pair) -> tuple[Tensor, Tensor]:
     distance, away = _tv(pair)
     blend = torch.exp(-pair.config.eta * (1 - distance))
-    entropy = pair.teacher_log_z - (pair.p * pair.teacher_logits).sum(-1)
-    value = blend * (pair.cross - entropy) + (1 - blend) * distance
+    divergence = pair.log_p.sub_(pair.log_q).mul_(pair.p).sum(-1)
+    value = blend * divergence + (1 - blend) * distance
     return value, (pair.q - pair.p).mul_(blend[:, None]).add_(away.mul_(1 - blend[:, None]))
 
 
 def _topk(pair: Pair) -> tuple[Tensor, Tensor]:
-    log_q_rest = pair.logits.scatter(1, pair.top, -math.inf).logsumexp(-1)  # not yet normalised
-    p_top, p_rest = pair.p.gather(1, pair.top), pair.p.scatter(1, pair.top, 0.0).sum(-1)
-    value = pair.log_z - p_rest * log_q_rest - (p_top * pair.logits.gather(1, pair.top)).sum(-1)
+    log_q = pair.log_q
+    log_q_top, p_top = log_q.gather(1, pair.top), pair.p.gather(1, pair.top)
+    log_q_rest = log_q.scatter_(1, pair.top, -math.inf).logsumexp(-1)
+    p_rest = pair.p.scatter(1, pair.top, 0.0).sum(-1)
+    value = -(p_top * log_q_top).sum(-1) - p_rest * log_q_rest
     # The bucket's mass is shared out as the student itself shares it.
-    wanted = (pair.logits - log_q_rest[:, None]).exp_().mul_(p_rest[:, None])
+    wanted = log_q.sub_(log_q_rest[:, None]).exp_().mul_(p_rest[:, None])
     return value, pair.q - wanted.scatter_(1, pair.top, p_top)
 
 
@@ -184,7 +193,7 @@ LOSSES: dict[str, Loss] = {
 
 def mix(terms: dict[str, float], pair: Pair) -> tuple[Tensor, Tensor]:
     """Weighted sum of the terms that read logits: value [m] and gradient [m, V]."""
-    value, gradient = torch.zeros_like(pair.log_z), torch.zeros_like(pair.q)
+    value, gradient = torch.zeros_like(pair.cross), torch.zeros_like(pair.q)
     for name, weight in terms.items():
         if name != STATES:
             one, slope = LOSSES[name](pair)

@@ -31,7 +31,17 @@ from rich.console import Console
 from rich.markup import escape
 from transformers.utils import logging as transformers_logging
 
-from ..conf.compose import MODULE, ROOT, check, composed, groups, options, plain, to_config
+from ..conf.compose import (
+    MODULE,
+    ROOT,
+    check,
+    composed,
+    groups,
+    options,
+    plain,
+    register,
+    to_config,
+)
 from ..conf.schema import Config
 from .cli import VERBS
 
@@ -163,6 +173,7 @@ class Verb:
             *(word for word in given if word not in flags.overrides),
             *overrides,
         ]
+        register()  # a sweep's jobs are composed by Hydra alone
         try:
             hydra.main(version_base="1.3", config_path=f"pkg://{MODULE}", config_name=ROOT)(job)()
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ..kernels.losses import LossConfig
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -17,6 +19,8 @@ class TrainConfig:
     """Weight of unroll step k (0-based) in the loss: step_decay ** k."""
     unroll_warmup: int = 0
     """Optimiser steps at the start that train unroll step 0 alone."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """What is minimised."""
     draft_vocab_size: int | None = None
     """Size of a reduced draft vocabulary; None drafts over the whole vocabulary."""
     max_steps: int = 1000

@@ -106,7 +106,12 @@ class Trainer:
         _seed(cfg.seed + rank())
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
         self.objective = Objective(
-            trunk, cfg.step_weights(), boundaries=boundaries, draft_ids=draft_ids, dtype=dtype
+            trunk,
+            cfg.step_weights(),
+            boundaries=boundaries,
+            draft_ids=draft_ids,
+            dtype=dtype,
+            loss=cfg.loss,
         )
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)

@@ -8,7 +8,8 @@ Teacher-forced figures are measured with the true tokens fed at every step:
 
 The last two run over one population, the chains supervised at all K steps. The target's argmax is
 over its whole vocabulary even where the head drafts over a part, so a token outside the draft
-vocabulary counts as a miss.
+vocabulary counts as a miss. `loss` is the soft cross-entropy whatever is trained, so that runs of
+different losses compare; what is trained stands beside it as `objective`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Validator:
         row is supervised."""
         steps = len(self.objective.step_weights)
         device = self.objective.trunk.device
-        sums = torch.zeros(7, steps, dtype=torch.float64, device=device)
+        sums = torch.zeros(8, steps, dtype=torch.float64, device=device)
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         training = head.training
         head.eval()
@@ -79,7 +80,7 @@ class Validator:
         return figures
 
     def _measure(self, head: Head, batch: PackedBatch, steps: int) -> tuple[Tensor, Tensor]:
-        """Sums of one batch: [7, K] and [2]; see `_figures` for their order."""
+        """Sums of one batch: [8, K] and [2]; see `_figures` for their order."""
         objective = self.objective
         autocast = torch.autocast(
             objective.trunk.device.type, objective.dtype, enabled=objective.dtype == torch.bfloat16
@@ -100,6 +101,7 @@ class Validator:
         )  # [K, N] by chain row, chains supervised at all K steps
         rows = torch.stack(
             [
+                stats.cross,
                 stats.loss,
                 stats.weight,
                 stats.rows,
@@ -130,7 +132,7 @@ def teacher_summary(
 
 
 def _figures(sums: Tensor, totals: Tensor) -> dict[str, Any]:
-    loss, weight, rows, kl, acceptance, agreed, survived = sums
+    loss, trained, weight, rows, kl, acceptance, agreed, survived = sums
     chains, outside = totals.tolist()
     if not weight.sum() > 0:
         raise ValueError(
@@ -141,6 +143,7 @@ def _figures(sums: Tensor, totals: Tensor) -> dict[str, Any]:
     conditional = survived / before.clamp(min=1)
     figures: dict[str, Any] = {
         "loss": float(loss.sum() / weight.sum()),
+        "objective": float(trained.sum() / weight.sum()),
         "rows": int(rows[0]),
         "chains": int(chains),
         "agreement": (agreed / rows.clamp(min=1)).tolist(),

@@ -13,7 +13,7 @@ from ..kernels.distill_loss import DistillStats
 from .ranks import sum_over_ranks
 
 PHASES = ("data", "forward", "backward", "step")
-SUMS = ("weight", "rows", "loss", "kl", "acceptance", "agreement")
+SUMS = ("weight", "rows", "loss", "cross", "kl", "acceptance", "agreement", "outside")
 
 
 class Window:
@@ -52,11 +52,17 @@ class Window:
         sums = dict(zip(SUMS, sum_over_ranks(self.sums).cpu(), strict=True))
         rows = sums["rows"].clamp(min=1)
         elapsed = max(time.perf_counter() - self.began, 1e-9)
+        weight = sums["weight"].sum().clamp(min=1e-30)
+        outside = {}
+        if bool(sums["outside"].any()):  # measured, see train.loss.measure_outside
+            outside["mass_outside_draft_vocabulary"] = (sums["outside"] / rows).tolist()
         return {
-            "loss": float(sums["loss"].sum() / sums["weight"].sum().clamp(min=1e-30)),
+            "loss": float(sums["loss"].sum() / weight),
+            "cross_entropy": float(sums["cross"].sum() / weight),
             "agreement": (sums["agreement"] / rows).tolist(),
             "kl": (sums["kl"] / rows).tolist(),
             "expected_acceptance": (sums["acceptance"] / rows).tolist(),
+            **outside,
             "grad_norm": self.norm,
             "tokens": self.tokens,
             "supervised": int(sums["rows"][0]),

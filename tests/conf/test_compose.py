@@ -10,6 +10,7 @@ import pytest
 from draftsmith.conf.compose import composed, groups, options, plain, to_config
 from draftsmith.conf.schema import Config
 from draftsmith.conf.structured import build
+from draftsmith.kernels.losses import LossConfig
 
 CHOICES = [f"{group}={name}" for group, names in groups().items() for name in names]
 
@@ -46,6 +47,12 @@ def test_values_survive_the_round_trip() -> None:
         config.train.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_mix_of_losses_needs_no_quotes() -> None:
+    """Weights and sums are plain characters of an override, so that a sweep can list them."""
+    config = to_config(composed(["train.loss.kind=0.9*tv+0.1*ce", "train.loss.labels=data"]))
+    assert config.train.loss == LossConfig("0.9*tv+0.1*ce", labels="data")
+
+
 def test_a_free_mapping_takes_new_entries() -> None:
     """Arguments of a chat template are not ours to know."""
     config = to_config(composed(["+data.rows.template_kwargs.enable_thinking=false"]))
@@ -69,6 +76,9 @@ def test_a_free_mapping_takes_new_entries() -> None:
         ("evaluate.temperatures=0.5", r"write evaluate.temperatures=\[…\]"),
         ("train.steps=a=b", "quotes"),
         ("train.zero_stage=7", "train.zero_stage=7"),
+        ("train.loss.kind=kll", "train.loss: kind='kll'.*lk-alpha"),
+        ("train.loss.labels=both", "train.loss.labels=both.*teacher"),
+        ("train.loss.top=3", "did you mean train.loss.top_k?"),
         ("engine.page_size=0", "engine.page_size 0"),
         ("data.rows.max_length=1", "data.rows.*max_length 1"),
         ("data.rows.source=???", "data.rows.source has no value"),

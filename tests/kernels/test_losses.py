@@ -47,6 +47,10 @@ def _by_definition(
     return -(p * log_q * kept).sum(-1) - (p * ~kept).sum(-1) * rest
 
 
+def _config(kind: str) -> LossConfig:
+    return LossConfig(kind, top_k=3) if "topk" in kind else LossConfig(kind)
+
+
 class _Case:
     """Random inputs of one call; `own`: the students have a head and a width of their own."""
 
@@ -76,7 +80,8 @@ class _Case:
         self.students = make(steps, rows, width).requires_grad_()
         weight = torch.rand(steps, rows, generator=generator)
         self.weight = weight * (torch.rand(steps, rows, generator=generator) > 0.3)
-        self.labels = torch.randint(-1, columns, (rows,), generator=generator)
+        self.labels = torch.randint(columns, (rows,), generator=generator)
+        self.labels[::4] = -1
 
     @property
     def learning(self) -> list[Tensor]:
@@ -89,7 +94,7 @@ class _Case:
             self.weight,
             self.head,
             student_head=self.student_head,
-            loss=LossConfig(kind, top_k=3),
+            loss=_config(kind),
             **options,
         )
 
@@ -120,7 +125,7 @@ class _Case:
                 value = torch.where(d < 1, d.square() / 2, d - 0.5).mean(-1)
             else:
                 wanted, picked = target.expand_as(z), label.expand(z.shape[:-1])
-                value = _by_definition(name, z, wanted, picked, LossConfig(kind, top_k=3))
+                value = _by_definition(name, z, wanted, picked, _config(kind))
             total = total + weight * (value * self.weight.double()).sum()
         return total
 
@@ -162,10 +167,13 @@ def test_soft_cap_and_scale_of_the_target_are_honoured(kind: str) -> None:
 
 @pytest.mark.parametrize("columns", [49152, 151936])
 @pytest.mark.parametrize("kind", ALL)
-def test_whole_vocabularies_in_fp32(kind: str, columns: int) -> None:
-    """A handful of rows, with a student head of its own."""
-    case = _Case(2, 4, columns, own=16, dtype=torch.float32, spread=3.0)
-    case.compare(kind, 2e-5)
+def test_whole_vocabularies(kind: str, columns: int) -> None:
+    """A handful of rows, with a student head of its own; in fp32 as near as a softmax allows that
+    sums to 1 + 1e-5 over 150k columns, and a column where p and q agree in all their bits, which
+    may take the other side of its kink."""
+    single = 1e-3 if kind in ("tv", "lk-alpha", "lk-lambda") else 1e-4
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, single)):
+        _Case(2, 4, columns, own=16, dtype=dtype, spread=3.0).compare(kind, tolerance)
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "reverse-kl", "topk", STATES])
@@ -182,7 +190,7 @@ def test_smooth_losses_pass_gradcheck(kind: str) -> None:
 
 def _pair(target: Tensor, z: Tensor, config: LossConfig) -> Pair:
     """What the walk would hand a loss, from finished logits [m, V]."""
-    p, q, log_z = target.softmax(-1), z.softmax(-1), z.logsumexp(-1)
+    p, q = target.softmax(-1), z.softmax(-1)
     top_k = min(config.top_k, z.shape[1] - 1)
     top = target.topk(top_k, -1).indices
     return Pair(
@@ -190,9 +198,7 @@ def _pair(target: Tensor, z: Tensor, config: LossConfig) -> Pair:
         q=q,
         teacher_logits=target,
         logits=z,
-        teacher_log_z=target.logsumexp(-1),
-        log_z=log_z,
-        cross=log_z - (p * z).sum(-1),
+        cross=z.logsumexp(-1) - (p * z).sum(-1),
         label=target.argmax(-1),
         top=top,
         config=config,
@@ -294,7 +300,6 @@ def test_nothing_supervised_adds_exactly_zero(kind: str) -> None:
 def test_hard_labels_from_the_data() -> None:
     """`ce` takes the columns it is given; a row whose label is -1 adds nothing."""
     case = _Case(2, 40, 30)
-    assert bool((case.labels == -1).any())
     case.compare("ce", 1e-10, 8, labels=case.labels)
     loss, _ = case.ours("ce", labels=torch.full((40,), -1))
     assert float(loss.detach()) == 0.0
@@ -362,8 +367,8 @@ class _Largest(TorchDispatchMode):
 def test_only_a_chunk_of_logits_ever_exists(kind: str) -> None:
     """No operation returns more than chunk * V elements, with a student head, and with the mass
     outside the draft vocabulary measured over a vocabulary eight times as large (74)."""
-    case = _Case(3, 300, 500, hidden=8, own=8, dtype=torch.float32)
-    full = torch.randn(4000, 8)
+    case = _Case(3, 300, 500, hidden=4, own=4, dtype=torch.float32)
+    full = torch.randn(4000, 4)
     with _Largest() as seen:
         case.ours(kind, chunk=32, full_head=full)[0].backward()
     assert 0 < seen.numel <= 32 * 500
@@ -387,6 +392,17 @@ def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     """Named, with what would do."""
     with pytest.raises(ValueError, match=words):
         LossConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"top_k": 5}, "topk"), ({"eta": 1.0}, "lk-lambda"), ({"labels": "data"}, "ce")],
+)
+def test_a_setting_that_no_term_reads_warns(settings: dict[str, Any], words: str) -> None:
+    """It names the term that would read it; with that term there is nothing to say."""
+    with pytest.warns(UserWarning, match=f"no term {words}"):
+        LossConfig("kl", **settings)
+    LossConfig(f"kl+{words}", **settings)
 
 
 def test_students_and_head_that_do_not_fit_are_refused() -> None:

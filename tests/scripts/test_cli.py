@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 
 from draftsmith.conf.schema import Config
 from draftsmith.scripts.app import Invocation, Verb
@@ -175,6 +176,17 @@ def test_several_values_need_multirun(capsys: pytest.CaptureFixture[str]) -> Non
     assert seen == []
     assert verb(task).main(["--multirun", "train.lr=0.1,0.2,0.3"]) == 2
     assert seen == [0.1, 0.2, 0.3]
+
+
+def test_a_sweep_in_a_fresh_process_finds_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been composed before the first job, as from a shell."""
+    monkeypatch.delitem(ConfigStore.instance().repo, "schema.yaml", raising=False)
+    seen: list[str] = []
+    kinds = "train.loss.kind=lk-alpha,smooth-l1+0.1*kl"
+    work = "work=work/loss-${train.loss.kind}"
+    sweep = verb(lambda config, _: seen.append(config.work))
+    assert sweep.main(["--multirun", work, kinds]) == 0
+    assert seen == ["work/loss-lk-alpha", "work/loss-smooth-l1+0.1*kl"]
 
 
 def test_the_launcher_s_own_argument_is_dropped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads import Head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
@@ -295,6 +297,53 @@ def test_bf16_keeps_fp32_weights_and_learns(
     assert losses[-1] < losses[0]
     weight = head.get_parameter("blocks.0.eh_proj.weight").detach()
     assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["lk-alpha", "smooth-l1+0.1*kl", "0.5*topk+ce"])
+def test_any_loss_trains_and_is_logged_beside_the_usual_figures(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, kind: str
+) -> None:
+    """What is trained falls, under `loss`; soft cross-entropy and the teacher's mass outside the
+    draft vocabulary stand beside it."""
+    head, ids = toy.make_head(target), torch.arange(0, 512, 3)
+    batch = toy.packed([toy.random_row(1, 40)])
+    cfg = TrainConfig(
+        max_steps=12,
+        warmup_steps=0,
+        log_every=1,
+        precision="fp32",
+        loss=LossConfig(kind, measure_outside=True),
+    )
+    Trainer(head, trunk, _Listed([batch]), cfg, tmp_path, draft_ids=ids, progress=False).run()
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert all(r["cross_entropy"] != r["loss"] for r in records)
+    outside = Trainer(
+        head, trunk, _Listed([batch]), cfg, tmp_path / "again", draft_ids=ids, progress=False
+    ).objective(head, batch, 3)[1]
+    assert records[0]["mass_outside_draft_vocabulary"] == pytest.approx(
+        (outside.outside / outside.rows).tolist(), rel=1e-5
+    )
+
+
+def test_a_head_with_its_own_lm_head_trains_in_shards_too(
+    tiny_llama_folder: Callable[..., Path], toy: ModuleType, tmp_path: Path
+) -> None:
+    """`lm_head` is read outside the head's forward pass; stage 3, which keeps a matrix of this
+    size in shards, gathers it there and ends with stage 0's weights."""
+    target = tiny_llama_folder(num_hidden_layers=2, vocab_size=4096)
+    trunk = Trunk.load(target, torch.float32)
+    ended = []
+    for stage in (0, 3):
+        head = toy.make_head(target)
+        head.lm_head = nn.Parameter(trunk.lm_head.clone())
+        trainer = _trainer(trunk, head, toy.NoisePlan(), tmp_path / str(stage), zero_stage=stage)
+        trainer.run()
+        with trainer.whole_weights():
+            ended.append(_weights(head))
+    assert not torch.equal(ended[0]["lm_head"], trunk.lm_head)
+    for name, value in ended[0].items():
+        torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
 
 
 def test_metrics_are_json_of_finite_numbers(

@@ -3,14 +3,16 @@ shown."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads.mtp import MTPHead
 from draftsmith.models.norm import RMSNorm
 from draftsmith.models.trunk import Trunk
@@ -54,6 +56,99 @@ def test_loss_and_gradient_follow_the_alignment_table(
     ours, right = torch.autograd.grad(loss, parameters), torch.autograd.grad(exact, parameters)
     for a, b in zip(ours, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+
+
+def _alignment(batch: PackedBatch) -> Iterator[tuple[int, int, float]]:
+    """(chain row p, step k, weight) of everything that is supervised."""
+    starts = batch.starts.tolist()
+    for start, end in zip(starts[:-1], starts[1:], strict=True):
+        for p in range(start, end):
+            for k, weight in enumerate(WEIGHTS):
+                span = range(p + 1, p + 2 + k + 1)
+                if span[-1] < end and all(bool(batch.supervised[i]) for i in span):
+                    yield p, k, weight
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_data_labels_are_the_tokens_the_steps_predict(
+    target: Path, trunk: Trunk, toy: ModuleType, reduced: bool
+) -> None:
+    """Hard cross-entropy on x_{p+2+k}; a token outside the draft vocabulary adds nothing."""
+    ids = torch.arange(0, 512, 3) if reduced else None
+    batch = toy.packed([toy.random_row(1, 13), toy.random_row(2, 1), toy.random_row(3, 22)])
+    head = toy.make_head(target)
+    loss = LossConfig("ce", labels="data")
+    objective = Objective(trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32, loss=loss)
+    states, exact, skipped = unroll(head, trunk, batch, 3), torch.zeros(()), 0
+    for p, k, weight in _alignment(batch):
+        token = int(batch.tokens[p + 2 + k])
+        if ids is not None and token not in ids:
+            skipped += 1
+            continue
+        column = token if ids is None else ids.tolist().index(token)
+        exact = exact - weight * trunk.logits(states[k, p], ids).log_softmax(-1)[column]
+    assert (skipped > 0) == reduced
+    torch.testing.assert_close(objective(head, batch, 3)[0], exact, rtol=1e-5, atol=0)
+
+
+def test_eagle_one_compares_states_of_the_same_prefix(
+    target: Path, trunk: Trunk, toy: ModuleType
+) -> None:
+    """Smooth-L1 between the state of step k at row p and the target's normed state p + 1 + k, and a
+    tenth of the soft cross-entropy."""
+    batch = toy.packed([toy.random_row(1, 13), toy.random_row(3, 22)])
+    head = toy.make_head(target)
+    states, normed = unroll(head, trunk, batch, 3), trunk.norm(batch.hidden)
+    exact = 0.1 * _by_hand(head, trunk, batch, None)
+    for p, k, weight in _alignment(batch):
+        exact = exact + weight * nn.functional.smooth_l1_loss(states[k, p], normed[p + 1 + k])
+    loss = LossConfig("smooth-l1+0.1*kl")
+    ours, _ = Objective(trunk, WEIGHTS, dtype=torch.float32, loss=loss)(head, batch, 3)
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=0)
+    parameters = list(head.parameters())
+    grads, right = torch.autograd.grad(ours, parameters), torch.autograd.grad(exact, parameters)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+
+
+def test_a_head_with_its_own_lm_head_trains_it(target: Path, trunk: Trunk, toy: ModuleType) -> None:
+    """`lm_head` reads the states in place of the target's lm_head and gets its gradient; the
+    teacher keeps the target's rows of the draft vocabulary."""
+    ids = torch.arange(0, 512, 3)
+    batch = toy.packed([toy.random_row(1, 13), toy.random_row(3, 22)])
+    head = toy.make_head(target)
+    rows = trunk.lm_head_weight(ids).float()
+    head.lm_head = nn.Parameter(rows + 0.01 * torch.randn(rows.shape))
+    states, normed = unroll(head, trunk, batch, 3), trunk.norm(batch.hidden)
+    exact = torch.zeros(())
+    for p, k, weight in _alignment(batch):
+        teacher = trunk.logits(normed[p + 1 + k], ids).softmax(-1)
+        student = (states[k, p] @ head.lm_head.T).log_softmax(-1)
+        exact = exact - weight * (teacher * student).sum()
+    ours, _ = Objective(trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32)(head, batch, 3)
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=0)
+    parameters = list(head.parameters())
+    grads, right = torch.autograd.grad(ours, parameters), torch.autograd.grad(exact, parameters)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+
+
+def test_mass_outside_the_draft_vocabulary_while_training(
+    target: Path, trunk: Trunk, toy: ModuleType
+) -> None:
+    """Summed over the rows of each step where it is asked for; a head over the whole vocabulary
+    has nothing to measure and says so."""
+    ids, batch = torch.arange(0, 512, 3), toy.packed([toy.random_row(1, 13)])
+    loss, head = LossConfig(measure_outside=True), toy.make_head(target)
+    normed, right = trunk.norm(batch.hidden), [0.0] * 3
+    for p, k, _ in _alignment(batch):
+        right[k] += 1 - float(trunk.logits(normed[p + 1 + k]).softmax(-1)[ids].sum())
+    _, stats = Objective(trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32, loss=loss)(
+        head, batch, 3
+    )
+    torch.testing.assert_close(stats.outside, torch.tensor(right), rtol=1e-5, atol=1e-5)
+    with pytest.warns(UserWarning, match="whole vocabulary"):
+        Objective(trunk, WEIGHTS, dtype=torch.float32, loss=loss)
 
 
 def test_packing_changes_no_loss(target: Path, trunk: Trunk, toy: ModuleType) -> None:

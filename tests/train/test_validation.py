@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads import Head, HeadConfig, HeadStep
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.objective import Objective
@@ -112,6 +113,26 @@ def test_loss_is_the_objective_per_supervised_weight(
     assert figures["loss"] == pytest.approx(loss / weight, rel=1e-6)
     assert figures["score"] == -figures["loss"]
     assert head.training and all(p.grad is None for p in head.parameters())
+
+
+@pytest.mark.parametrize("kind", ["tv", "0.5*lk-alpha+ce"])
+def test_loss_stays_the_soft_cross_entropy_whatever_is_trained(
+    trunk: Trunk, target: Path, toy: ModuleType, kind: str
+) -> None:
+    """So runs of different losses compare, and one score chooses among their checkpoints; what is
+    trained is `objective`."""
+    batches = [toy.packed([toy.random_row(s, 30)]) for s in (1, 2)]
+    head = toy.make_head(target)
+    weights = [1.0, 0.5, 0.25]
+    usual = Validator(Objective(trunk, weights, dtype=torch.float32), batches)(head)
+    trained = Objective(trunk, weights, dtype=torch.float32, loss=LossConfig(kind))
+    figures = Validator(trained, batches)(head)
+    for name in ("loss", "score", "kl", "expected_acceptance", "conditional_agreement"):
+        assert figures[name] == pytest.approx(usual[name], rel=1e-5), name
+    loss = sum(float(trained(head, b, STEPS)[0].detach()) for b in batches)
+    weight = sum(float(trained.weights(b, STEPS).sum()) for b in batches)
+    assert figures["objective"] == pytest.approx(loss / weight, rel=1e-6)
+    assert usual["objective"] == usual["loss"] != figures["objective"]
 
 
 def test_acceptance_from_the_engine_decides_the_score(
