@@ -74,8 +74,8 @@ def train(config: Config, invocation: Invocation) -> None:
     needed = training_boundaries(config.head, int(target_config.num_hidden_layers))
     if not set(needed) <= set(cache.boundaries):
         raise ValueError(
-            f"{artifacts.cache} holds the boundaries {list(cache.boundaries)}, a "
-            f"{config.head.kind} head reads {list(needed)}: dump again with this head, whose "
+            f"{artifacts.cache} holds the boundaries {list(cache.boundaries)}, "
+            f"head.kind={config.head.kind} reads {list(needed)}: dump again with this head, whose "
             "boundaries are then the default, or name them in data.dump.boundaries"
         )
     expect = {**marks, "boundaries": cache.boundaries}

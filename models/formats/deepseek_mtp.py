@@ -59,7 +59,7 @@ def export_deepseek_mtp(
     head, out = loaded.head, Path(out)
     if head.kind != "mtp":
         raise ValueError(
-            f"the DeepSeek MTP layout holds mtp heads, this is an {head.kind} head: keep "
+            f"the DeepSeek MTP layout holds mtp heads, this one is of kind {head.kind}: keep "
             "the native folder"
         )
     off = [name for name, on in loaded.meta["head"]["norms"].items() if not on]

@@ -199,7 +199,7 @@ def test_deepseek_layout_refuses_what_it_cannot_hold(folder: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="output"):
         write(partial, folder, tmp_path / "out")
     other = build_head(HeadConfig("eagle"), folder, 2.0)
-    with pytest.raises(ValueError, match="eagle head"):
+    with pytest.raises(ValueError, match="of kind eagle"):
         write(load_head(save(other, tmp_path / "eagle")), folder, tmp_path / "out")
     with pytest.raises(ValueError, match="num_nextn_predict_layers"):
         read(folder)
