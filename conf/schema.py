@@ -17,7 +17,7 @@ from ..data.online import OnlineConfig
 from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
-from ..models.heads import HeadConfig
+from ..models.heads import HEADS, HeadConfig
 from ..models.target import DTYPES, TargetConfig
 from ..train.config import TrainConfig
 from ..train.tracker import TrackerConfig
@@ -89,14 +89,15 @@ class EvaluateConfig:
 
     head: str | None = None
     """Native head folder; null takes the one that this run trained."""
-    drafters: tuple[str, ...] = ("none", "ngram", "mtp")
-    """none (plain decoding; always measured, and first), ngram (prompt look-up), mtp (the head),
-    untrained (the same head before its first step)."""
+    drafters: tuple[str, ...] = ("none", "ngram", "head")
+    """none (plain decoding; always measured, and first), ngram (prompt look-up), head (the trained
+    head; also by its kind, which reports call it), untrained (the same head before its first
+    step)."""
     prompts: tuple[str, ...] = ("humaneval", "mt_bench", "heldout")
     """humaneval, mt_bench, heldout (first questions of held-out conversations), or paths of prompt
     files."""
     draft_tokens: tuple[int, ...] = ()
-    """Chain lengths K that `mtp` drafts with, each a run of its own; empty takes
+    """Chain lengths K that the head drafts with, each a run of its own; empty takes
     engine.draft_tokens."""
     limit: int = 16
     """Prompts per set."""
@@ -105,7 +106,7 @@ class EvaluateConfig:
     temperatures: tuple[float, ...] = (0.0,)
     """0 is greedy."""
     proof: str | None = "float32"
-    """Dtype in which greedy output of `mtp` is compared with plain decoding once more,
+    """Dtype in which greedy output of the head is compared with plain decoding once more,
     `proof_batch` requests together: in float32 rounding explains no difference. Null leaves it
     out."""
     proof_batch: int = 8
@@ -114,7 +115,7 @@ class EvaluateConfig:
     """Of sampled runs."""
 
     def __post_init__(self) -> None:
-        known = ("none", "ngram", "mtp", "untrained")
+        known = ("none", "ngram", "head", "untrained", *HEADS)
         for name in self.drafters:
             if name not in known:
                 raise ValueError(
@@ -174,8 +175,8 @@ class GenerateConfig:
     head: str | None = None
     """Native head folder; null takes the one that this run trained, and decodes plainly where there
     is none."""
-    drafter: str = "mtp"
-    """mtp (the head), ngram or none."""
+    drafter: str = "head"
+    """head (also by its kind), ngram or none."""
     prompt: str | None = None
     """Answer this and end; null reads questions until an empty line."""
     system: str | None = None
@@ -192,8 +193,8 @@ class GenerateConfig:
     """Of sampled answers."""
 
     def __post_init__(self) -> None:
-        if self.drafter not in ("mtp", "ngram", "none"):
-            raise ValueError(f"generate.drafter={self.drafter!r}: choose mtp, ngram or none")
+        if self.drafter not in ("head", "ngram", "none", *HEADS):
+            raise ValueError(f"generate.drafter={self.drafter!r}: choose head, ngram or none")
 
 
 @dataclass(frozen=True)

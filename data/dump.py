@@ -38,7 +38,8 @@ class DumpConfig:
     """What is cached, and in what pieces."""
 
     boundaries: tuple[int, ...] = ()
-    """Which states; empty means L, the last layer's output before the final norm."""
+    """Which states; empty means L, the last layer's output before the final norm, and what the
+    head reads besides."""
     dtype: str = "bf16"
     """bf16 (2·H bytes a token and boundary), fp8 or int8 (H + 4 bytes, a scale for each token)."""
     folder: str | None = None

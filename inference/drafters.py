@@ -11,17 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from ..kernels.accept import DraftLaw, draw
-from ..kernels.packed_linear import PackedLinear
-from ..kernels.shift import insert_next, shift_tokens
-from ..models.heads import HeadFunction, MTPHead
+from ..kernels.accept import DraftLaw
 from ..models.target import Target
-from .batch import Batch, PagedContext
+from .batch import Batch
 from .pages import KVPool
-from .sampler import probabilities
 from .sequence import Sequence
 
 
@@ -40,6 +35,8 @@ class Drafter(Protocol):
     name: str
     num_layers: int
     """Layers of keys and values it keeps in the shared pool."""
+    boundaries: tuple[int, ...]
+    """The target's states that `observe` reads."""
 
     def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
         """Called once by the engine: the target, the pool, and where the drafter's layers begin in
@@ -50,9 +47,9 @@ class Drafter(Protocol):
         """At most `counts` drafts for each sequence, in order."""
         ...
 
-    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
-        """The target computed `batch` (true tokens only) with final-normed states [N, H];
-        `next_tokens` [B] follow each sequence's last row."""
+    def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
+        """The target computed `batch` (true tokens only) with raw states [N, H] by boundary, L
+        among them; `next_tokens` [B] follow each sequence's last row."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -70,6 +67,7 @@ class NgramDrafter:
 
     name = "ngram"
     num_layers = 0
+    boundaries = ()
 
     def __init__(self, longest: int = 4, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
@@ -87,7 +85,7 @@ class NgramDrafter:
             for sequence, count in zip(sequences, counts, strict=True)
         ]
 
-    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
+    def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
         """Look-up reads the sequences themselves."""
 
     def forget(self, sequence: Sequence) -> None:
@@ -109,99 +107,3 @@ class NgramDrafter:
                 if follow is not None:
                     return tokens[follow : follow + count]
         return []
-
-
-class HeadDrafter:
-    """A recycled head drafts a chain: true states first, then its own.
-
-    State between steps: for each sequence the head's output at its last true row, from which the
-    first draft comes.
-
-    Args:
-        head: the trained (or training) module; its weights are copied here in the engine's form.
-        draft_ids: [Vd] sorted target ids it may draft, None for all.
-        name: how reports call it.
-    """
-
-    def __init__(self, head: MTPHead, draft_ids: Tensor | None, name: str | None = None) -> None:
-        self.head = head
-        self.draft_ids = draft_ids
-        self.name = name or head.kind
-        self.num_layers = head.num_layers
-        self._carried: dict[str, Tensor] = {}
-
-    def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
-        """Fuse the head for this target's dtype and device; keep the draft vocabulary's rows of its
-        lm_head."""
-        if int(self.head.target_config.hidden_size) != target.hidden_size:
-            raise ValueError(
-                f"the head is {self.head.target_config.hidden_size} wide, the target "
-                f"{target.hidden_size}: "
-                "it was trained for another target"
-            )
-        self.trunk = target.trunk
-        lean = type(target.stack).__name__ == "LeanStack"
-        self.function: HeadFunction = self.head.for_inference(target.dtype, target.device, lean)
-        self.lm_head = PackedLinear(target.trunk.lm_head_weight(self.draft_ids))
-        if self.draft_ids is not None:
-            self.draft_ids = self.draft_ids.to(target.device)
-        self.pool, self.first_layer = pool, first_layer
-
-    @torch.inference_mode()
-    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
-        """Refill rows from true states: row p holds (h_p, x_{p+1}) in the target's own slots."""
-        starts = torch.tensor(batch.starts)
-        following = torch.tensor(next_tokens, dtype=torch.int64, device=batch.tokens.device)
-        tokens = insert_next(shift_tokens(batch.tokens, starts, 1), batch.last_rows, following)
-        out = self._run(batch, tokens, states)
-        for sequence, row in zip(batch.sequences, out[batch.last_rows], strict=True):
-            self._carried[sequence.id] = row
-
-    @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
-        """See `Drafter`. Drafts are drawn from the head at T > 0 and their law recorded; argmax at
-        T = 0 and for coupled requests."""
-        chains: list[list[int]] = [[] for _ in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
-        active = [index for index, count in enumerate(counts) if count]
-        hidden = [self._carried[sequence.id] for sequence in sequences]
-        while active:
-            stacked = torch.stack([hidden[index] for index in active])
-            logits = self.trunk.finish_logits(self.lm_head(stacked))
-            greedy = logits.argmax(-1)
-            for row, index in enumerate(active):
-                chains[index].append(
-                    self._take(sequences[index], logits[row], greedy[row], laws[index])
-                )
-            active = [index for index in active if len(chains[index]) < counts[index]]
-            if active:
-                parts = [
-                    (sequences[i], len(sequences[i].tokens) - 2 + len(chains[i]), [chains[i][-1]])
-                    for i in active
-                ]
-                batch = Batch.build(parts, stacked.device)
-                out = self._run(batch, batch.tokens, torch.stack([hidden[i] for i in active]))
-                for row, index in enumerate(active):
-                    hidden[index] = out[row]
-        return [
-            Proposal(chain, DraftLaw(torch.stack(law), self.draft_ids) if law else None)
-            for chain, law in zip(chains, laws, strict=True)
-        ]
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the carried state."""
-        self._carried.pop(sequence.id, None)
-
-    def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor) -> Tensor:
-        context = PagedContext(self.pool, batch, self.first_layer)
-        return self.function(self.trunk.embed(tokens), hidden, batch.positions, context)
-
-    def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        if not sequence.params.draws_drafts:
-            index = int(best)
-        else:
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            q = probabilities(wide[None], sequence.params)[0]
-            law.append(q)
-            index = draw(q, sequence.uniforms(1)[0])
-        return index if self.draft_ids is None else int(self.draft_ids[index])

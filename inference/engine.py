@@ -120,7 +120,7 @@ class Engine:
                 ],
                 self.target.device,
             )
-            states = self._compute(batch)
+            states, normed = self._compute(batch)
             outputs, upcoming = [], []
             deciding = [
                 index
@@ -128,7 +128,7 @@ class Engine:
                 if seq.num_computed + rows == len(seq.tokens)
             ]
             chosen = batch.last_rows[deciding] if deciding else None
-            logits = self.target.logits(states[chosen]) if chosen is not None else None
+            logits = self.target.logits(normed[chosen]) if chosen is not None else None
             for index, (sequence, rows) in enumerate(plan.parts):
                 sequence.num_computed += rows
                 if logits is not None and index in deciding:
@@ -161,8 +161,8 @@ class Engine:
                 ],
                 self.target.device,
             )
-            states = self._compute(batch)
-            logits = self.target.logits(states)
+            states, normed = self._compute(batch)
+            logits = self.target.logits(normed)
         with self.metrics.timed("sample"):
             kept, following = self._verify(batch, sequences, proposals, logits)
         outputs = []
@@ -179,14 +179,17 @@ class Engine:
         if self.drafter and not all(sequence.finished for sequence in sequences):
             with self.metrics.timed("refill"):
                 true_rows, chosen = batch.keep([count + 1 for count in kept])
-                self.drafter.observe(true_rows, states[chosen], following)
+                true_states = {boundary: rows[chosen] for boundary, rows in states.items()}
+                self.drafter.observe(true_rows, true_states, following)
         return outputs
 
-    def _compute(self, batch: Batch) -> Tensor:
-        """The target over a batch; final-normed states [N, H]."""
+    def _compute(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
+        """The target over a batch: raw states [N, H] of the drafter's boundaries and of L, and the
+        final-normed ones [N, H]."""
         context = PagedContext(self.pool, batch)
-        raw = self.target.forward(batch.tokens, batch.positions, context)
-        return self.target.trunk.norm(raw[self.target.num_layers])
+        boundaries = self.drafter.boundaries if self.drafter else ()
+        raw = self.target.forward(batch.tokens, batch.positions, context, boundaries)
+        return raw, self.target.trunk.norm(raw[self.target.num_layers])
 
     def _sample(self, sequence: Sequence, logits: Tensor) -> int:
         """One token from one row of logits [V]; greedy rows also note their lead over the

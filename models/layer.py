@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from . import attention
+from .attention import AttentionContext
 from .norm import use_own_norms
 
 
@@ -31,15 +32,16 @@ def one_layer_model(config: Any) -> Any:
         ).get_decoder()
 
 
-def decoder_layer(config: Any) -> tuple[nn.Module, nn.Module]:
-    """A randomly initialised decoder layer (layer index 0) in float32 on the CPU, and its rotary
-    module.
+def decoder_layer(config: Any, index: int = 0) -> tuple[Any, nn.Module]:
+    """A randomly initialised decoder layer in float32 on the CPU, and its rotary module.
 
-    The layer calls our attention; its norms are `models.norm.RMSNorm`. The rotary module is built
-    anew from the configuration, since its buffers are not in any checkpoint.
+    `index` is how the attention context knows it. The layer calls our attention; its norms are
+    `models.norm.RMSNorm`. The rotary module is built anew from the configuration, since its buffers
+    are not in any checkpoint.
     """
     model = one_layer_model(config)
     layer = model.layers[0].to_empty(device="cpu").float()
+    layer.self_attn.layer_idx = index
     use_own_norms(layer)
     spread = float(getattr(config, "initializer_range", 0.02))
     for name, parameter in layer.named_parameters():
@@ -54,6 +56,49 @@ def decoder_layer(config: Any) -> tuple[nn.Module, nn.Module]:
             nn.init.zeros_(module.weight)
     rotary = type(model.rotary_emb)(config=config)
     return layer, rotary
+
+
+def widen(layer: Any) -> None:
+    """Let the attention of a decoder layer read 2H: its q, k and v projections are made anew, twice
+    as wide.
+
+    Raises:
+        ValueError: the family's attention has no such projections.
+    """
+    attention_module = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(attention_module, name, None)
+        if not isinstance(old, nn.Linear):
+            raise ValueError(
+                f"the attention of {type(layer).__name__} has no {name}; a head that attends over "
+                "2H needs q, k and v projections"
+            )
+        new = nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None)
+        nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
+        if new.bias is not None:
+            nn.init.zeros_(new.bias)
+        setattr(attention_module, name, new)
+
+
+def residual_step(
+    layer: Any,
+    read: Tensor,
+    residual: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    context: AttentionContext,
+) -> Tensor:
+    """A pre-norm layer whose attention reads something else than the norm of its residual.
+
+    read [N, H] or [N, 2H] -> residual [N, H] + attention(read), then + mlp of its norm: [N, H].
+    """
+    mixed = layer.self_attn(
+        hidden_states=read[None],
+        attention_mask=None,
+        position_embeddings=rotary,
+        draftsmith=context,
+    )[0]
+    x = residual + mixed[0]
+    return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 def read_layer(files: dict[str, Path], index: int) -> dict[str, Tensor]:

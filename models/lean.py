@@ -47,7 +47,14 @@ class LeanLayer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [N, H], cos and sin [N, 1, D] (sin with the first half negated) -> [N, H]."""
-        heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)
+        return self.after(self.input_norm(x), x, cos, sin, context)
+
+    def after(
+        self, read: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """The layer after its input norm: attention reads `read` [N, H] (or wider, where its
+        projections are), x [N, H] is the residual -> [N, H]."""
+        heads = self.qkv(read).view(x.shape[0], -1, self.head_dim)
         turned = heads[:, : self.q_heads + self.kv_heads]
         half = self.head_dim // 2
         swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)

@@ -3,19 +3,21 @@ by name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..conf.schema import Config
 from ..data.prompts import load_prompts
 from ..inference.acceptance import PromptSet, measure
 from ..inference.config import SamplingParams
-from ..inference.drafters import Drafter, HeadDrafter, NgramDrafter
-from ..models.heads import HeadConfig, InitConfig, LoadedHead, MTPHead, NormConfig, build_head
+from ..inference.drafters import Drafter, NgramDrafter
+from ..inference.head_drafter import HeadDrafter
+from ..models.heads import HEADS, Head, HeadConfig, LoadedHead, build_head
 from ..models.target import Target, load_tokenizer
 from .artifacts import Artifacts
 
@@ -41,37 +43,55 @@ def prompt_set(
 
 
 def drafter(name: str, loaded: LoadedHead | None, target: Target) -> Drafter | None:
-    """A fresh drafter by its name in reports; None decodes plainly.
+    """A fresh drafter by its name in the settings; None decodes plainly.
 
     Args:
-        loaded: the head that `mtp` drafts with, and whose beginning `untrained` rebuilds.
+        loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
+            rebuilds.
     """
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
     assert loaded is not None
-    head = loaded.head if name == "mtp" else untrained(loaded, target)
-    return HeadDrafter(head, loaded.draft_ids, name)
+    if name == "untrained":
+        return HeadDrafter(untrained(loaded, target), loaded.draft_ids, name)
+    require_kind(loaded, [name])
+    return HeadDrafter(loaded.head, loaded.draft_ids)
 
 
-def untrained(loaded: LoadedHead, target: Target) -> MTPHead:
+def is_head(name: str) -> bool:
+    """Whether a drafter's name in the settings is the trained head."""
+    return name == "head" or name in HEADS
+
+
+def require_kind(loaded: LoadedHead, names: Iterable[str]) -> None:
+    """Refuse drafters that are named by another kind than the head is of; `head` fits any."""
+    for name in names:
+        if name in HEADS and name != loaded.head.kind:
+            raise ValueError(
+                f"drafter {name!r}: the head is of kind {loaded.head.kind!r}; name it head or "
+                f"{loaded.head.kind}"
+            )
+
+
+def untrained(loaded: LoadedHead, target: Target) -> Head:
     """The head as it was before its first step, rebuilt from what its folder says.
 
     Raises:
         ValueError: the folder does not say how training began (an imported head).
     """
-    spec, training = loaded.meta["head"], loaded.meta.get("training", {})
+    training = loaded.meta.get("training", {})
     if "state_rms" not in training:
         raise ValueError(
             "the head's folder does not say how its training began, so `untrained` cannot be "
             "rebuilt; leave it out of "
             "evaluate.drafters"
         )
-    config = HeadConfig(spec["kind"], NormConfig(**spec["norms"]), InitConfig(**spec["init"]))
+    config = HeadConfig.from_dict(loaded.meta["head"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training["seed"])
-        return build_head(config, target.folder, training["state_rms"])
+        return build_head(config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids)
 
 
 class LiveAcceptance:
@@ -86,10 +106,9 @@ class LiveAcceptance:
         self.draft_ids = draft_ids
         self._ready: tuple[Target, PromptSet] | None = None
 
-    def __call__(self, head: nn.Module) -> dict[str, Any]:
+    def __call__(self, head: Head) -> dict[str, Any]:
         """Figures of one measurement; `score`, which the best weights are chosen by, is the tokens
         per target call."""
-        assert isinstance(head, MTPHead)
         if self._ready is None:
             target = Target.load(self.config.target)
             settings = self.config.validate

@@ -14,6 +14,7 @@ from ..conf.schema import Config
 from ..data.dump import DumpConfig, Dumped, dump
 from ..data.rows import Rows
 from ..data.store import Store
+from ..models.heads import training_boundaries
 from ..models.provenance import provenance
 from ..models.target import Target, torch_device
 from .app import Invocation, Verb
@@ -40,6 +41,8 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     if torch_device(config.target.device).type == "cuda":
         torch.cuda.set_device(_local_rank(os.environ))
     target = Target.load(config.target)
+    boundaries = settings.boundaries or training_boundaries(config.head, target.num_layers)
+    settings = dataclasses.replace(settings, boundaries=boundaries)
     done = [_cache(settings, "train", artifacts.cache, target, config, invocation)]
     if len(Rows.open(artifacts.learned, "heldout")):
         # Held-out rows are few, and all of them are wanted.
@@ -117,10 +120,19 @@ VERB = Verb(
         "WORK/cache and WORK/cache-heldout (cache-regenerated*, or data.dump.folder and "
         "FOLDER-heldout): shard-*.safetensors, index.parquet, manifest.json, provenance.json"
     ),
-    sections=("work", "overwrite", "target", "data.answers", "data.dump"),
+    sections=(
+        "work",
+        "overwrite",
+        "target",
+        "data.answers",
+        "data.dump",
+        "head.kind",
+        "head.boundaries",
+    ),
     examples=(
         "draftsmith dump",
         "draftsmith dump work=work/mine data.dump.max_tokens=2000000",
+        "draftsmith dump head=eagle3",
         "draftsmith dump target=llama-3.1-8b data.dump.tokens_per_batch=16384 data.dump.dtype=fp8",
         "torchrun --nproc-per-node 8 -m draftsmith.scripts.dump target=llama-3.1-8b "
         "data.dump.folder=s3://bucket/llama-cache",

@@ -23,7 +23,7 @@ from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
 from ..models.target import Target, load_tokenizer
 from ..train.metrics import read_metrics
-from .acceptance import drafter, prompt_set
+from .acceptance import drafter, is_head, prompt_set, require_kind
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
@@ -43,7 +43,9 @@ def run(config: Config, invocation: Invocation) -> None:
 def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], list[Path]]:
     """The report, and the files it was written to."""
     artifacts, settings = Artifacts.of(config), config.evaluate
-    names = tuple(dict.fromkeys(("none", *settings.drafters)))
+    # A head may be listed as `head` and by its kind; it is measured once.
+    listed = ("head" if is_head(name) else name for name in settings.drafters)
+    names = tuple(dict.fromkeys(("none", *listed)))
     runs, target, loaded = _pass(
         config, config.target.dtype, names, settings.temperatures, invocation
     )
@@ -53,7 +55,7 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
         batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
         once = dataclasses.replace(settings, draft_tokens=())
         proof = dataclasses.replace(config, engine=batched, evaluate=once)
-        compared = tuple(name for name in names if name in ("none", "mtp"))
+        compared = tuple(name for name in names if name in ("none", "head"))
         runs += _pass(proof, settings.proof, compared, (0.0,), invocation)[0]
     report = {
         **about,
@@ -181,19 +183,19 @@ def _measured(
     chains = [
         (drafting, count)
         for drafting in drafters
-        for count in (swept if drafting == "mtp" else (config.engine.draft_tokens,))
+        for count in (swept if drafting == "head" else (config.engine.draft_tokens,))
     ]
     for name, count in chains:
+        drafting = drafter(name, loaded, target)
+        label = drafting.name if drafting else name
         what = (
-            f"{prompts.name}, {name}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
+            f"{prompts.name}, {label}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
         )
         if name != "none":
             what += f", K={count}"
         engine = dataclasses.replace(config.engine, draft_tokens=count)
         with progress(invocation.console, what, "prompts") as report:
-            result = measure(
-                target, drafter(name, loaded, target), prompts, engine, params, plain, report
-            )
+            result = measure(target, drafting, prompts, engine, params, plain, report)
         plain = plain or result
         entries.append(result.to_json())
         counts = result.metrics
@@ -206,13 +208,15 @@ def _measured(
 
 
 def _needs_head(config: Config) -> bool:
-    return bool({"mtp", "untrained"} & set(config.evaluate.drafters))
+    return any(is_head(name) or name == "untrained" for name in config.evaluate.drafters)
 
 
 def _head(config: Config, target: Target) -> LoadedHead | None:
     if not _needs_head(config):
         return None
-    return load_head(Artifacts.of(config).head_or(config.evaluate.head), target.fingerprint)
+    loaded = load_head(Artifacts.of(config).head_or(config.evaluate.head), target.fingerprint)
+    require_kind(loaded, config.evaluate.drafters)
+    return loaded
 
 
 def _about_target(target: Target, config: Config) -> dict[str, Any]:

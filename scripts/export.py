@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from ..conf.schema import Config
 from ..models.attention import PackedContext
@@ -65,30 +64,40 @@ def export(config: Config, invocation: Invocation) -> tuple[Path, dict[str, str]
 
 
 @torch.inference_mode()
-def largest_difference(
-    one: LoadedHead, other: LoadedHead, trunk: Trunk, rows: int = 48, steps: int = 2
-) -> float:
-    """Largest absolute difference of two heads' float32 logits over the same input, recycled once.
+def largest_difference(one: LoadedHead, other: LoadedHead, trunk: Trunk, rows: int = 48) -> float:
+    """Largest absolute difference of two heads' float32 logits over the same input: at the step of
+    every module, and recycled once beyond.
 
     Args:
         trunk: of the target, float32. rows: N random rows: seeded tokens, states of unit RMS.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, steps = torch.Generator().manual_seed(0), one.head.num_modules + 1
     tokens = torch.randint(trunk.vocab_size, (steps, rows), generator=generator)
-    hidden = torch.randn(rows, trunk.hidden_size, generator=generator)
-    states: list[Tensor] = [hidden, hidden]
+    raw = {k: torch.randn(rows, trunk.hidden_size, generator=generator) for k in _read(one)}
+    states = [loaded.head.feed(raw, trunk) for loaded in (one, other)]
     worst = 0.0
     for step in range(steps):
         positions = torch.arange(rows) + step
-        states = [
+        outs = [
             loaded.head.eval()(
-                trunk.embed(tokens[step]), state, positions, PackedContext([0, rows])
+                trunk.embed(tokens[step]), state, positions, PackedContext([0, rows]), step
             )
             for loaded, state in zip((one, other), states, strict=True)
         ]
-        ours, theirs = (trunk.logits(state) for state in states)
+        states = [out.recycled for out in outs]
+        ours, theirs = (
+            trunk.logits(out.drafted)
+            if loaded.head.lm_head is None
+            else out.drafted @ loaded.head.lm_head.T
+            for loaded, out in zip((one, other), outs, strict=True)
+        )
         worst = max(worst, float((ours - theirs).abs().max()))
     return worst
+
+
+def _read(loaded: LoadedHead) -> list[int]:
+    """The boundaries that the head reads, and L."""
+    return sorted({*loaded.head.boundaries, int(loaded.head.target_config.num_hidden_layers)})
 
 
 VERB = Verb(

@@ -59,9 +59,16 @@ class CacheFeed:
         self, config: Config, rows: Rows, marks: dict[str, str], boundaries: tuple[int, ...]
     ) -> None:
         self._artifacts = Artifacts.of(config)
-        self._expect = {**marks, "boundaries": boundaries}
-        expect = {**self._expect, "rows_key": rows.key}
-        self._cache = Cache.open(self._artifacts.cache, expect, verify=rank() == 0)
+        place = self._artifacts.cache
+        self._cache = Cache.open(place, {**marks, "rows_key": rows.key}, verify=rank() == 0)
+        held = self._cache.boundaries
+        if not set(boundaries) <= set(held):
+            raise ValueError(
+                f"{place} holds the boundaries {list(held)}, head.kind={config.head.kind} reads "
+                f"{list(boundaries)}: dump again with this head, whose boundaries are then the "
+                "default, or name them in data.dump.boundaries"
+            )
+        self._expect = {**marks, "boundaries": held}
         self.identity: dict[str, Any] = {"cache": self._cache.key}
 
     def train(self) -> RowSource:

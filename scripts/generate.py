@@ -15,7 +15,7 @@ from ..inference.engine import Engine
 from ..inference.sequence import Sequence
 from ..models.heads import load_head
 from ..models.target import Target, load_tokenizer
-from .acceptance import drafter
+from .acceptance import drafter, is_head
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
@@ -42,7 +42,7 @@ def _drafter(config: Config, target: Target, invocation: Invocation):
     """The drafter asked for. Without `generate.head`, a run that has no head yet decodes
     plainly."""
     name = config.generate.drafter
-    if name != "mtp":
+    if not is_head(name):
         return drafter(name, None, target)
     artifacts = Artifacts.of(config)
     if config.generate.head is None and not (artifacts.head / "config.json").exists():

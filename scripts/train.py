@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from ..conf.schema import Config
@@ -23,7 +23,7 @@ from ..data.probes import ProbeReport, probe_states
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, read_json
-from ..models.heads import MTPHead, build_head, save_head
+from ..models.heads import Head, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
 from ..models.target import (
     eos_ids,
@@ -91,7 +91,7 @@ def train(config: Config, invocation: Invocation) -> None:
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
-    boundaries = (int(target_config.num_hidden_layers),)
+    boundaries = training_boundaries(config.head, int(target_config.num_hidden_layers))
     feed: Feed = (
         OnlineFeed(config, rows, marks, boundaries, client)
         if online
@@ -125,7 +125,6 @@ def _train(
     source = feed.train()
     torch.manual_seed(config.train.seed)
     scale = state_rms(source)
-    head = build_head(config.head, folder, scale, target_config)
     trunk = Trunk.load(
         folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
     )
@@ -141,6 +140,7 @@ def _train(
             f"of training rows, {heldout:.2%} of held-out ones"
         )
 
+    head = build_head(config.head, folder, scale, target_config, draft_ids)
     facts = {
         "state_rms": scale,
         "seed": config.train.seed,
@@ -148,8 +148,7 @@ def _train(
         "coverage": coverage,
     }
 
-    def keep(out: Path, weights: nn.Module, step: int, figures: dict[str, Any] | None) -> None:
-        assert isinstance(weights, MTPHead)
+    def keep(out: Path, weights: Head, step: int, figures: dict[str, Any] | None) -> None:
         save_head(
             out,
             weights,
@@ -172,6 +171,7 @@ def _train(
         plan,
         config.train,
         artifacts.train,
+        boundaries=source.boundaries,
         draft_ids=draft_ids,
         tracker=tracker,
         on_best=lambda weights, step, figures: keep(artifacts.best, weights, step, figures),
@@ -238,10 +238,11 @@ def _identity(config: Config, feed: Feed) -> dict[str, Any]:
     on."""
     settings = dataclasses.asdict(config.train)
     settings["betas"] = list(config.train.betas)
+    shape = dataclasses.asdict(config.head) | {"boundaries": list(config.head.boundaries)}
     return {
         **feed.identity,
         **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
-        **{f"head.{name}": value for name, value in dataclasses.asdict(config.head).items()},
+        **{f"head.{name}": value for name, value in shape.items()},
     }
 
 
@@ -296,10 +297,10 @@ def _in_engine(config: Config) -> bool:
 
 def _told(
     validator: Validator, trainer: Trainer, invocation: Invocation
-) -> Callable[[nn.Module], dict[str, Any]]:
+) -> Callable[[Head], dict[str, Any]]:
     """The validator, with a line for the user after each of its runs."""
 
-    def validate(head: nn.Module) -> dict[str, Any]:
+    def validate(head: Head) -> dict[str, Any]:
         figures = validator(head)
         agreed = " ".join(f"{share:.1%}" for share in figures["agreement"])
         line = f"step {trainer.step}: held-out loss {figures['loss']:.3f}, agreement {agreed}"

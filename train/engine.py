@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats
+from ..models.heads import Head
 from .config import TrainConfig
 from .objective import Objective
 from .ranks import import_deepspeed, quiet_imports
@@ -17,7 +18,7 @@ class _Learner(nn.Module):
     """What DeepSpeed sees: the head's parameters and nothing of the trunk, which hides in the
     objective."""
 
-    def __init__(self, head: nn.Module, objective: Objective) -> None:
+    def __init__(self, head: Head, objective: Objective) -> None:
         super().__init__()
         self.head = head
         self.objective = objective
@@ -26,7 +27,7 @@ class _Learner(nn.Module):
         return self.objective(self.head, batch, steps)
 
 
-def make_engine(head: nn.Module, objective: Objective, cfg: TrainConfig) -> Any:
+def make_engine(head: Head, objective: Objective, cfg: TrainConfig) -> Any:
     """A DeepSpeed engine; `engine(batch, steps)` is the objective's (loss, statistics).
 
     head: on the trunk's device, fp32. The process group must be up (`ranks.start`).

@@ -19,10 +19,11 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..data.batches import PackedBatch
+from ..models.heads import Head
 from ..models.trunk import Trunk
 from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainConfig
@@ -73,13 +74,13 @@ class Trainer:
     """Trains a head in place; see the module's text.
 
     Args:
-        head: `forward(embeds, hidden, positions, context)`, fp32 parameters; moved to the trunk's
-            device.
+        head: fp32 parameters; moved to the trunk's device.
         trunk: the target's frozen parts, left bit-identical.
         plan: the batches. Step s of rank r reads indices cursor + m * world_size + r for m <
             accumulation.
         cfg: see `TrainConfig`. out: holds metrics.jsonl and checkpoints/; an unfinished run in it
             is resumed.
+        boundaries: those of the batches' states, ascending; empty = L alone.
         draft_ids: int64 [Vd] of a reduced draft vocabulary, or None.
         tracker: gets every metrics line as well. validate: head -> figures with a "score" (higher
             is better); called on all ranks with whole weights. on_best: called on rank 0 with
@@ -88,16 +89,17 @@ class Trainer:
 
     def __init__(
         self,
-        head: nn.Module,
+        head: Head,
         trunk: Trunk,
         plan: BatchSource,
         cfg: TrainConfig,
         out: Path,
         *,
+        boundaries: tuple[int, ...] = (),
         draft_ids: Tensor | None = None,
         tracker: Tracker | None = None,
-        validate: Callable[[nn.Module], dict[str, Any]] | None = None,
-        on_best: Callable[[nn.Module, int, dict[str, Any]], None] | None = None,
+        validate: Callable[[Head], dict[str, Any]] | None = None,
+        on_best: Callable[[Head, int, dict[str, Any]], None] | None = None,
         progress: bool = True,
     ) -> None:
         self.cfg, self.plan, self.device = cfg, plan, trunk.device
@@ -107,7 +109,12 @@ class Trainer:
         _seed(cfg.seed + rank())
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
         self.objective = Objective(
-            trunk, cfg.step_weights(), draft_ids=draft_ids, dtype=dtype, loss=cfg.loss
+            trunk,
+            cfg.step_weights(),
+            boundaries=boundaries,
+            draft_ids=draft_ids,
+            dtype=dtype,
+            loss=cfg.loss,
         )
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)

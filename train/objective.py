@@ -10,26 +10,27 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats, distill_loss
 from ..kernels.losses import LossConfig
 from ..kernels.shift import shift_tokens, supervision
+from ..models.heads import Head
 from ..models.trunk import Trunk
-from .unroll import unroll
+from .unroll import split_states, unroll
 
 
 class Objective:
     """Loss of a head on a packed batch. Holds the frozen trunk and is no module, so no optimiser
     can find it.
 
-    A head with an lm_head of its own has it as `student_head`, a parameter [V or Vd, H'], which
-    reads the head's states plainly, without the target's logit scale and soft cap. Other heads are
-    read through the target's.
+    A head's own `lm_head` [V or Vd, H] reads the head's states plainly, without the target's logit
+    scale and soft cap. Heads without one are read through the target's.
 
     Args:
         trunk: the target's frozen parts. step_weights: [K] weight of each unroll step.
+        boundaries: those of the batches' states, ascending, L last; empty = L alone.
         draft_ids: int64 [Vd] of a reduced draft vocabulary; the teacher is renormalised over it.
             None = all.
         dtype: of the loss's matrix products; the lm_head rows are kept in it.
@@ -41,12 +42,14 @@ class Objective:
         trunk: Trunk,
         step_weights: list[float],
         *,
+        boundaries: tuple[int, ...] = (),
         draft_ids: Tensor | None = None,
         dtype: torch.dtype,
         chunk: int | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
     ) -> None:
         self.trunk = trunk
+        self.boundaries = boundaries or (0,)
         self.step_weights = torch.tensor(step_weights, dtype=torch.float32, device=trunk.device)
         self.draft_ids = None if draft_ids is None else draft_ids.to(trunk.device)
         self.head_weight = trunk.lm_head_weight(self.draft_ids).to(dtype)
@@ -75,23 +78,28 @@ class Objective:
         mask = supervision(batch.supervised, batch.starts, steps).to(self.step_weights.device)
         return mask * self.step_weights[:steps, None]
 
-    def __call__(
-        self, head: nn.Module, batch: PackedBatch, steps: int
-    ) -> tuple[Tensor, DistillStats]:
+    def states(self, batch: PackedBatch) -> dict[int, Tensor]:
+        """Raw states of a batch by boundary, [N, H] each; the last one is L."""
+        return split_states(batch.hidden, self.boundaries, self.trunk.hidden_size)
+
+    def teacher(self, batch: PackedBatch) -> Tensor:
+        """What the target's lm_head reads, [N, H]."""
+        return self.trunk.norm(self.states(batch)[self.boundaries[-1]])
+
+    def __call__(self, head: Head, batch: PackedBatch, steps: int) -> tuple[Tensor, DistillStats]:
         """Sum over supervised rows of weight * loss (a scalar, not normalised) and its statistics.
 
         steps: K <= len(step_weights). `student_top[k, t]` belongs to chain row t - 1 - k (see
         `chain_rows`).
         """
-        normed = self.trunk.norm(batch.hidden)
-        states = unroll(head, self.trunk, batch, steps, normed=normed)
-        students = torch.stack([states[k].roll(1 + k, 0) for k in range(steps)])
+        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
+        students = torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)])
         return self.judge(
             students.to(self.dtype),
-            normed,
+            self.teacher(batch),
             self.weights(batch, steps),
             labels=self.labels(batch),
-            student_head=getattr(head, "student_head", None),
+            student_head=head.lm_head,
         )
 
     def labels(self, batch: PackedBatch) -> Tensor | None:

@@ -7,6 +7,8 @@ step 0    x_{p+1}    norm(h_p)                p          step-0 keys 0..p
 step k    x_{p+1+k}  own output of step k-1   p + k      the same, and its own chain's steps 1..k
 ```
 The tokens are the text's own at every step, so inputs and teacher always belong to the same prefix.
+Of a head with separate modules, module k has keys of its own: its first step is step k, and those
+keys are then its committed ones.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..kernels.shift import shift_tokens
 from ..kernels.ttt_attention import ttt_attention
+from ..models.heads import Head
 from ..models.trunk import Trunk
 
 
@@ -80,30 +83,56 @@ class UnrollContext:
         return out.transpose(0, 1)[None]
 
 
+def split_states(hidden: Tensor, boundaries: tuple[int, ...], size: int) -> dict[int, Tensor]:
+    """The columns of a batch's states by boundary.
+
+    Args:
+        hidden: [N, B·H], boundaries side by side in ascending order. size: H.
+    Returns:
+        boundary -> [N, H] views.
+    Raises:
+        ValueError: the width is not that of the boundaries.
+    """
+    if hidden.shape[1] != len(boundaries) * size:
+        raise ValueError(
+            f"a batch holds states {hidden.shape[1]} wide; boundaries {list(boundaries)} of {size} "
+            f"each are {len(boundaries) * size}: dump the boundaries that the head reads"
+        )
+    return dict(zip(boundaries, hidden.split(size, 1), strict=True))
+
+
 def unroll(
-    head: nn.Module,
+    head: Head,
     trunk: Trunk,
     batch: PackedBatch,
     steps: int,
     *,
-    normed: Tensor | None = None,
+    states: dict[int, Tensor] | None = None,
     context: UnrollContext | None = None,
 ) -> Tensor:
-    """The head's states of every step, [K, N, H] in the dtype the head computes in.
+    """What the head drafts with at every step (lm_head reads it), [K, N, H] in the dtype the head
+    computes in.
 
-    head: `forward(embeds [N,H], hidden [N,H], positions [N], context) -> [N,H]`. batch: its
-    `hidden` are raw states of boundary L. steps: K >= 1. normed: trunk.norm(batch.hidden) where the
-    caller has it already. Rows whose token x_{p+1+k} lies past the end of their document are
+    states: boundary -> [N, H] raw states of the batch, L among them; None where the batch holds L
+    alone. steps: K >= 1. Rows whose token x_{p+1+k} lies past the end of their document are
     computed with token 0 and belong to no supervised chain.
     """
     if steps < 1:
         raise ValueError(f"steps {steps}: an unroll has at least step 0")
+    if head.max_steps is not None and steps > head.max_steps:
+        raise ValueError(
+            f"train.steps={steps}: this {head.kind} head has {head.max_steps} steps; raise "
+            "head.modules or lower train.steps"
+        )
     dtype = next(head.parameters()).dtype
-    hidden = (trunk.norm(batch.hidden) if normed is None else normed).to(dtype)
+    states = {0: batch.hidden} if states is None else states
+    hidden = head.feed(states, trunk).to(dtype)
     context = UnrollContext(batch.starts) if context is None else context
-    states = []
+    drafted = []
     for step in range(steps):
         tokens = shift_tokens(batch.tokens, batch.starts, 1 + step)
-        hidden = head(trunk.embed(tokens).to(dtype), hidden, batch.positions + step, context)
-        states.append(hidden)
-    return torch.stack(states)
+        embeds = trunk.embed(tokens).to(dtype)
+        out = head(embeds, hidden, batch.positions + step, context, step)
+        hidden = out.recycled
+        drafted.append(out.drafted)
+    return torch.stack(drafted)

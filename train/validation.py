@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..kernels.shift import supervision
+from ..models.heads import Head
 from .objective import Objective, chain_rows
 from .ranks import barrier, rank, sum_over_ranks, world_size
 
-Acceptance = Callable[[nn.Module], dict[str, Any]]
+Acceptance = Callable[[Head], dict[str, Any]]
 _CHUNK = 128  # rows of full-vocabulary logits alive at a time
 
 
@@ -55,7 +56,7 @@ class Validator:
         self.acceptance = acceptance
 
     @torch.no_grad()
-    def __call__(self, head: nn.Module) -> dict[str, Any]:
+    def __call__(self, head: Head) -> dict[str, Any]:
         """Figures of one validation; all ranks must call it. Raises ValueError where no held-out
         row is supervised."""
         steps = len(self.objective.step_weights)
@@ -78,7 +79,7 @@ class Validator:
         barrier()
         return figures
 
-    def _measure(self, head: nn.Module, batch: PackedBatch, steps: int) -> tuple[Tensor, Tensor]:
+    def _measure(self, head: Head, batch: PackedBatch, steps: int) -> tuple[Tensor, Tensor]:
         """Sums of one batch: [8, K] and [2]; see `_figures` for their order."""
         objective = self.objective
         autocast = torch.autocast(
@@ -118,10 +119,10 @@ def teacher_summary(
 ) -> tuple[Tensor, Tensor]:
     """The target's argmax over the whole vocabulary, int64 [n], and its probability mass outside
     the draft vocabulary, float64 [n], for the teacher rows `rows` [n] of a batch."""
-    trunk, ids = objective.trunk, objective.draft_ids
+    trunk, ids, normed = objective.trunk, objective.draft_ids, objective.teacher(batch)
     tops, outside = [rows.new_zeros(0)], [torch.zeros(0, dtype=torch.float64, device=rows.device)]
     for part in rows.split(_CHUNK):
-        logits = trunk.logits(trunk.norm(batch.hidden[part])).float()
+        logits = trunk.logits(normed[part]).float()
         tops.append(logits.argmax(-1))
         inside = 1.0 if ids is None else logits.softmax(-1)[:, ids].double().sum(-1)
         outside.append(

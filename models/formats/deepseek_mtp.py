@@ -1,4 +1,4 @@
-"""The DeepSeek-style MTP layout: an extra layer at index L inside a target checkpoint.
+"""The DeepSeek-style MTP layout: extra layers from index L on inside a target checkpoint.
 
     model.layers.{L}.enorm.weight                 [H]      on the embedding of x_{p+1}
     model.layers.{L}.hnorm.weight                 [H]      on the target's final-normed state h_p
@@ -8,10 +8,11 @@
     model.layers.{L}.embed_tokens.weight          [V, H]   a copy of the target's embedding
     model.layers.{L}.shared_head.head.weight      [V, H]   a copy of the target's lm_head
 
-config.json carries `num_nextn_predict_layers: 1`. vLLM zeroes the embedding at position 0, SGLang
-does not; our heads are trained without (position 0 is a template token). The layout has no place
-for a reduced vocabulary: since the lm_head is the target's own, the head drafts from all of it, and
-only the folder's `draftsmith.json` keeps the ids.
+A head of D modules has the layers L .. L+D-1, and config.json says so in
+`num_nextn_predict_layers`. vLLM zeroes the embedding at position 0, SGLang does not; our heads are
+trained without (position 0 is a template token). The layout has no place for a reduced vocabulary:
+since the lm_head is the target's own, the head drafts from all of it, and only the folder's
+`draftsmith.json` keeps the ids.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers import AutoConfig
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
 from ..heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
-from ..heads.config import HeadConfig, InitConfig, NormConfig
+from ..heads.config import HeadConfig
 from ..heads.mtp import MTPHead
 from ..trunk import Trunk
 
@@ -39,6 +40,7 @@ _OWN = {
     "eh_proj.weight": "eh_proj.weight",
     "norm.weight": "shared_head.norm.weight",
 }
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 def export_deepseek_mtp(
@@ -55,6 +57,11 @@ def export_deepseek_mtp(
         ValueError: a norm is switched off (the layout requires all four).
     """
     head, out = loaded.head, Path(out)
+    if head.kind != "mtp":
+        raise ValueError(
+            f"the DeepSeek MTP layout holds mtp heads, this one is of kind {head.kind}: keep "
+            "the native folder"
+        )
     off = [name for name, on in loaded.meta["head"]["norms"].items() if not on]
     if off:
         raise ValueError(
@@ -62,19 +69,22 @@ def export_deepseek_mtp(
             "without; an engine "
             "would leave them uninitialised: train with head.norms.*=true or keep the native folder"
         )
-    index = int(head.target_config.num_hidden_layers)
-    prefix = f"model.layers.{index}."
+    first = int(head.target_config.num_hidden_layers)
     tensors: dict[str, Tensor] = {}
     for name, value in head.state_dict().items():
-        tensors[prefix + _foreign(name)] = value.float().contiguous()
+        tensors[_foreign(name, first)] = value.float().contiguous()
     origin = dict.fromkeys(tensors, "trained")
     trunk = Trunk.load(target_folder, torch.bfloat16)
-    tensors[prefix + "embed_tokens.weight"] = trunk.embedding.contiguous()
-    tensors[prefix + "shared_head.head.weight"] = trunk.lm_head.clone()
+    for index in range(first, first + head.num_modules):
+        prefix = f"model.layers.{index}."
+        tensors[prefix + "embed_tokens.weight"] = trunk.embedding.clone()
+        tensors[prefix + "shared_head.head.weight"] = trunk.lm_head.clone()
     origin |= {name: "copied from the target" for name in tensors if name not in origin}
     out.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(out / _FILE, save(tensors, metadata={"format": "pt"}))
-    config = read_json(Path(target_folder) / "config.json") | {"num_nextn_predict_layers": 1}
+    config = read_json(Path(target_folder) / "config.json") | {
+        "num_nextn_predict_layers": head.num_modules
+    }
     atomic_write_json(out / "config.json", config)
     note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
     note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
@@ -95,24 +105,23 @@ def import_deepseek_mtp(folder: Path | str) -> LoadedHead:
             f"{folder}: config.json has no num_nextn_predict_layers; it holds no MTP layer"
         )
     target_config = AutoConfig.from_pretrained(folder)
-    head = MTPHead(HeadConfig("mtp", NormConfig(), InitConfig()), target_config)
-    prefix = f"model.layers.{int(target_config.num_hidden_layers)}."
+    count, first = int(raw["num_nextn_predict_layers"]), int(target_config.num_hidden_layers)
+    head = MTPHead(HeadConfig("mtp", count), target_config)
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                if name.startswith(prefix):
-                    found[name.removeprefix(prefix)] = file.get_tensor(name)
-    for shared in ("embed_tokens.weight", "shared_head.head.weight"):
-        found.pop(shared, None)
-    expected = {_foreign(name): (name, value) for name, value in head.state_dict().items()}
+                if name.startswith(prefixes) and not name.endswith(_SHARED):
+                    found[name] = file.get_tensor(name)
+    expected = {_foreign(name, first): (name, value) for name, value in head.state_dict().items()}
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
-        raise ValueError(f"{folder}: layer {prefix} lacks {missing} and holds unknown {unknown}")
+        raise ValueError(f"{folder}: the MTP layers lack {missing} and hold unknown {unknown}")
     for foreign, (_, value) in expected.items():
         if found[foreign].shape != value.shape:
             raise ValueError(
-                f"{folder}: {prefix}{foreign} has shape {list(found[foreign].shape)}, the target's "
+                f"{folder}: {foreign} has shape {list(found[foreign].shape)}, the target's "
                 "family needs "
                 f"{list(value.shape)}"
             )
@@ -125,6 +134,8 @@ def import_deepseek_mtp(folder: Path | str) -> LoadedHead:
     return LoadedHead(head, draft_ids, meta)
 
 
-def _foreign(name: str) -> str:
-    """Our tensor name -> the layout's, inside the layer."""
-    return name.removeprefix("layer.") if name.startswith("layer.") else _OWN[name]
+def _foreign(name: str, first: int) -> str:
+    """Our tensor name `blocks.D.…` -> the layout's, in layer first + D."""
+    _, module, rest = name.split(".", 2)
+    own = rest.removeprefix("layer.") if rest.startswith("layer.") else _OWN[rest]
+    return f"model.layers.{first + int(module)}.{own}"

@@ -3,23 +3,26 @@ disk."""
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from .checkpoint import LoadedHead, load_head, save_head
 from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec
-from .initialise import initialise
-from .mtp import HeadFunction, MTPHead
-
-HEADS = {"mtp": MTPHead}
+from .families import HEADS, head_class
+from .mtp import MTPHead
+from .protocol import Head, HeadFunction, HeadStep
+from .start import Start
 
 __all__ = [
     "HEADS",
+    "Head",
     "HeadConfig",
     "HeadFunction",
+    "HeadStep",
     "InitConfig",
     "LoadedHead",
     "MTPHead",
@@ -29,16 +32,18 @@ __all__ = [
     "head_class",
     "load_head",
     "save_head",
+    "training_boundaries",
 ]
 
 
-def head_class(kind: str) -> type[MTPHead]:
-    """The class of a head's name; ValueError lists the known names and the nearest."""
-    if kind not in HEADS:
-        near = difflib.get_close_matches(kind, HEADS, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"head.kind {kind!r} is not known{hint}; known: {', '.join(HEADS)}")
-    return HEADS[kind]
+def training_boundaries(config: HeadConfig, target_layers: int) -> tuple[int, ...]:
+    """The boundaries that training such a head reads, ascending: its own, and L for the teacher.
+
+    Raises:
+        ValueError: an unknown kind, or a target without one of them.
+    """
+    own = head_class(config.kind).reads(config, target_layers)
+    return tuple(sorted({*own, target_layers}))
 
 
 def build_head(
@@ -46,17 +51,23 @@ def build_head(
     target_folder: Path | str,
     state_rms: float,
     target_config: Any | None = None,
-) -> MTPHead:
-    """A new head for the target in `target_folder`, in float32 on the CPU, initialised as
-    `config.init` says.
+    draft_ids: Tensor | None = None,
+) -> Head:
+    """A new head for the target in `target_folder`, in float32 on the CPU, started as `config.init`
+    says.
 
     Args:
         state_rms: root mean square of the target's raw states at boundary L (for the pass-through
             projection).
         target_config: transformers' configuration; read from the folder when not given.
+        draft_ids: int64 [Vd] of a reduced draft vocabulary, None for all; a head with an lm_head of
+            its own has a row for each.
     """
     if target_config is None:
         target_config = AutoConfig.from_pretrained(target_folder)
-    head = head_class(config.kind)(config, target_config)
-    initialise(head, Path(target_folder), state_rms)
+    family = head_class(config.kind)
+    start = Start(config.init, Path(target_folder), target_config, state_rms, draft_ids)
+    head = family(config, target_config, None if draft_ids is None else len(draft_ids))
+    with torch.no_grad():
+        head.start(start)
     return head

@@ -23,10 +23,13 @@ from transformers import AutoConfig
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json, sha256_file
 from ..provenance import provenance
-from .config import HeadConfig, InitConfig, NormConfig
-from .mtp import MTPHead
+from .config import HeadConfig
+from .families import head_class
+from .protocol import Head
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, 2)
+"""Format 1 knew one recycled `mtp` module, whose tensors had no `blocks.0.` before their names."""
 
 
 @dataclass
@@ -39,14 +42,14 @@ class LoadedHead:
         meta: config.json as it stands.
     """
 
-    head: MTPHead
+    head: Head
     draft_ids: Tensor | None
     meta: dict[str, Any]
 
 
 def save_head(
     folder: Path | str,
-    head: MTPHead,
+    head: Head,
     *,
     target_fingerprint: dict[str, str],
     draft_ids: Tensor | None,
@@ -101,9 +104,10 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
     """
     folder = Path(folder)
     meta = read_json(folder / "config.json")
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in _READABLE:
         raise ValueError(
-            f"{folder}: head format {meta.get('format')!r}, this version reads {FORMAT}"
+            f"{folder}: head format {meta.get('format')!r}, this version reads "
+            f"{', '.join(map(str, _READABLE))}"
         )
     weights = folder / "head.safetensors"
     if not weights.exists():
@@ -114,18 +118,28 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
         )
     if target_fingerprint is not None:
         _compare(folder, meta["target_fingerprint"], target_fingerprint)
-    spec = meta["head"]
-    config = HeadConfig(spec["kind"], NormConfig(**spec["norms"]), InitConfig(**spec["init"]))
     target_config = AutoConfig.for_model(**meta["target_config"])
     with safe_open(weights, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     draft_ids = read_vocabulary(tensors, int(target_config.vocab_size), str(weights))
-    head = MTPHead(config, target_config)
+    if meta["format"] == 1:
+        tensors = {f"blocks.0.{name}": value for name, value in tensors.items()}
+    config = HeadConfig.from_dict(meta["head"])
+    head = head_class(config.kind)(
+        config, target_config, None if draft_ids is None else len(draft_ids)
+    )
+    _same_inputs(folder, meta["recycle"], head)
     missing, unknown = set(head.state_dict()) - set(tensors), set(tensors) - set(head.state_dict())
     if missing or unknown:
         raise ValueError(
             f"{weights}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
         )
+    for name, value in head.state_dict().items():
+        if tensors[name].shape != value.shape:
+            raise ValueError(
+                f"{weights}: {name} has shape {list(tensors[name].shape)}, config.json asks for "
+                f"{list(value.shape)}; the two files are of different heads"
+            )
     head.load_state_dict(tensors)
     return LoadedHead(head, draft_ids, meta)
 
@@ -162,6 +176,18 @@ def read_vocabulary(tensors: dict[str, Tensor], vocab_size: int, place: str) -> 
             f"{place}: t2d marks other ids than d2t reaches; the maps are of two vocabularies"
         )
     return ids
+
+
+def _same_inputs(folder: Path, trained: dict[str, Any], head: Head) -> None:
+    """Refuse a head that was trained with other inputs than this version would give it."""
+    present = dataclasses.asdict(head.recycle)
+    for name, value in trained.items():
+        now = present.get(name)
+        if (list(now) if isinstance(now, tuple) else now) != value:
+            raise ValueError(
+                f"{folder}: the head was trained with {name}={value!r}, this version runs a "
+                f"{head.kind} head with {now!r}; use the version that trained it"
+            )
 
 
 def _compare(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:

@@ -1,23 +1,35 @@
-"""What a head is: its kind, its norms, how it starts."""
+"""What a head is: its kind, its norms, how it starts, and what it is fed."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
+
+_READ_BY = {
+    "modules": ("mtp", "eagle", "medusa"),
+    "num_layers": ("eagle3", "medusa"),
+    "boundaries": ("eagle3",),
+    "norm_before_residual": ("eagle3",),
+    "norm_output": ("eagle3",),
+}
+"""Settings that only some kinds read."""
 
 
 @dataclass(frozen=True)
 class NormConfig:
     """Which of the head's RMSNorms are there. Restored norms are what made 70B heads converge; the
-    published EAGLE dropped `attention_input` and `output`."""
+    published EAGLE has none of the four. `medusa` reads none of them."""
 
     embedding: bool = True
-    """On the token embedding, before the projection (enorm)."""
+    """On the token embedding (enorm)."""
     hidden: bool = True
-    """On the hidden state, before the projection (hnorm)."""
+    """On the hidden state (hnorm)."""
     attention_input: bool = True
-    """On the input of the decoder layer's attention."""
+    """On the input of the decoder layer's attention; in eagle3 that of the layers after the
+    first."""
     output: bool = True
-    """On the head's output, before lm_head and before recycling."""
+    """On the head's output, before lm_head."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +39,69 @@ class InitConfig:
     layer: str = "target-last"
     """target-last copies the target's last decoder layer; random."""
     projection: str = "pass-through"
-    """pass-through lets the normed hidden state through (identity times the target's state RMS);
-    random."""
+    """pass-through lets the state through at the size the layer is used to (medusa: blocks that add
+    nothing); random."""
     embedding_share: float = 0.5
-    """With pass-through: how much of the normed embedding is added, relative to the state."""
+    """How much of the token's embedding is let through, relative to the state."""
     output_scale: float = 0.4
-    """The output norm starts as the target's final norm times this: an untrained head is mostly
-    wrong, and at full scale it would be sure of it."""
+    """The head's output starts at the size of the target's final-normed state times this: an
+    untrained head is mostly wrong, and at full scale it would be sure of it."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head's shape. The decoder layer is the target's own class."""
+    """A head's shape. Its decoder layers are of the target's own class."""
 
     kind: str = "mtp"
+    """mtp, eagle, eagle3 or medusa."""
+    modules: int = 1
+    """mtp, eagle: separate modules, module k serves step k and the last is recycled beyond; medusa:
+    its heads, one a step."""
+    num_layers: int = 1
+    """eagle3: decoder layers; medusa: residual blocks of a head."""
+    boundaries: tuple[int, ...] = ()
+    """eagle3: the boundaries that are fused, ascending; empty takes 2, L//2 and L-3."""
+    norm_before_residual: bool = False
+    """eagle3: the residual stream starts from the normed state instead of the raw one."""
+    norm_output: bool = False
+    """eagle3: recycle the state after the output norm instead of before it."""
     norms: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("modules", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"head.{name}={getattr(self, name)}: must be at least 1")
+        ascending = list(self.boundaries) == sorted(set(self.boundaries))
+        if not ascending or min(self.boundaries, default=0) < 0:
+            raise ValueError(
+                f"head.boundaries={list(self.boundaries)}: give them ascending, each once, from 0 "
+                "on; their columns lie side by side in that order"
+            )
+        defaults = {"modules": 1, "num_layers": 1, "boundaries": ()}
+        ignored = [
+            f"{name}={getattr(self, name)}"
+            for name, kinds in _READ_BY.items()
+            if self.kind not in kinds and getattr(self, name) != defaults.get(name, False)
+        ]
+        if self.kind == "medusa":
+            ignored += [f"norms.{name}=True" for name, on in vars(self.norms).items() if on]
+        if ignored:
+            warnings.warn(
+                f"a head of kind {self.kind} does not read {', '.join(ignored)}: ignored",
+                stacklevel=3,
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
+        """The configuration of a head folder; settings younger than the folder have their
+        defaults."""
+        parts = {
+            "norms": NormConfig(**values["norms"]),
+            "init": InitConfig(**values["init"]),
+            "boundaries": tuple(values.get("boundaries", ())),
+        }
+        return cls(**{**values, **parts})
 
 
 @dataclass(frozen=True)
@@ -50,12 +109,17 @@ class RecycleSpec:
     """What trainer, engine and formats must agree on about a head's inputs; one record, read by all
     three."""
 
-    fusion_order: tuple[str, str] = ("embedding", "hidden")
-    """Order of the two halves in the projection's input."""
+    fusion_order: tuple[str, ...] = ("embedding", "hidden")
+    """Order of the parts in the input of the projection (mtp, eagle) or of the attention
+    (eagle3)."""
     hidden_fed: str = "post-final-norm"
-    """The target's state as the head gets it."""
+    """The target's state as step 0 gets it: post-final-norm, or fused-boundaries (raw, side by
+    side, through the head's own projection)."""
     recycled: str = "post-output-norm"
-    """The head's own state as the next step gets it."""
+    """The head's own state as the next step gets it: post-output-norm, pre-output-norm, or as-fed
+    (unchanged)."""
+    residual: str = "pre-norm"
+    """Where the residual stream starts: pre-norm (what is fed, before hnorm) or post-norm."""
     mask_position_zero: bool = False
     """Whether the embedding is zeroed at position 0."""
     norm_style: str = "rms"

@@ -1,15 +1,16 @@
-"""The MTP head: one module, recycled K times (DeepSeek-V3, arXiv 2412.19437, eq. 21-23, D = 1).
+"""The MTP head (DeepSeek-V3, arXiv 2412.19437, eq. 21-23): D modules, the last one recycled.
 
-    z_p = W [enorm(E x_{p+1}) ; hnorm(h_p)]        z: [N, H], W: [H, 2H], no bias
+    z_p = W [enorm(E x_{p+1+k}) ; hnorm(h)]        z: [N, H], W: [H, 2H], no bias
     g_p = norm(layer(z)_p)                         layer: one decoder layer of the target's family
-    q_p = softmax(lm_head g_p)                     predicts x_{p+2}; E and lm_head: the target's
+    q_p = softmax(lm_head g_p)                     predicts x_{p+2+k}; E and lm_head: the target's
 
-Step k feeds g of step k-1 in place of h, with token x_{p+1+k} at position p+k.
+Step 0 feeds h = h_p, the target's state after its final norm; step k feeds g of step k-1 at
+position p+k. Step k is module min(k, D-1). Each module attends over what it wrote itself; with D =
+1 those are the rows of step 0 and the chain's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,57 +19,44 @@ from torch import Tensor, nn
 from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
 from ..layer import decoder_layer
-from ..lean import LeanLayer, LeanStack, lean_rotary
+from ..lean import LeanLayer, lean_rotary
 from ..norm import RMSNorm
-from .config import HeadConfig, RecycleSpec
+from ..trunk import Trunk
+from .config import HeadConfig, NormConfig, RecycleSpec
+from .protocol import Head, HeadFunction, HeadStep
+from .start import Start
 
-HeadFunction = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 
-
-class MTPHead(nn.Module):
-    """See the module's equations.
+class FusedModule(nn.Module):
+    """One module: see the equations above.
 
     Args:
-        config: the head's shape. target_config: transformers' configuration of the target.
+        norms: which norms are there. target_config: transformers' configuration of the target.
+        index: how the attention context knows its layer.
     """
 
-    kind = "mtp"
     rotary: nn.Module
 
-    def __init__(self, config: HeadConfig, target_config: Any) -> None:
+    def __init__(self, norms: NormConfig, target_config: Any, index: int) -> None:
         super().__init__()
         size, eps = int(target_config.hidden_size), float(target_config.rms_norm_eps)
-        self.config = config
-        self.target_config = target_config
-        self.layer, rotary = decoder_layer(target_config)
+        self.layer, rotary = decoder_layer(target_config, index)
         style = next((m.style for m in self.layer.modules() if isinstance(m, RMSNorm)), "rms")
-        self.recycle = RecycleSpec(norm_style=style)
-        self.enorm = RMSNorm(size, eps, style) if config.norms.embedding else nn.Identity()
-        self.hnorm = RMSNorm(size, eps, style) if config.norms.hidden else nn.Identity()
+        self.norm_style = style
+        self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
+        self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.norm = RMSNorm(size, eps, style) if config.norms.output else nn.Identity()
-        if not config.norms.attention_input:
+        self.norm = RMSNorm(size, eps, style) if norms.output else nn.Identity()
+        if not norms.attention_input:
             self.layer.input_layernorm = nn.Identity()
         # A plain attribute: rotary tables follow from the configuration and belong in no
         # checkpoint.
         self.__dict__["rotary"] = rotary
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers of keys and values the engine must hold for this head."""
-        return 1
-
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
     ) -> Tensor:
-        """One step over packed rows.
-
-        Args:
-            embeds: [N, H] embeddings of x_{p+1+k}. hidden: [N, H] what is fed (see `RecycleSpec`).
-            positions: [N] int64, p + k. context: what each row may see.
-        Returns:
-            [N, H]: read by lm_head, and the next step's `hidden`.
-        """
+        """[N, H] embeddings and states -> [N, H]."""
         fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         out = self.layer(
             fused[None],
@@ -79,28 +67,71 @@ class MTPHead(nn.Module):
         )
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
-    def for_inference(
-        self, dtype: torch.dtype, device: torch.device, lean: bool = True
-    ) -> HeadFunction:
-        """The engine's form of these very weights: the same signature as `forward`, no gradient.
+    def start(self, start: Start) -> None:
+        """See `Head.start`."""
+        frame = start.frame(self.norm)
+        start.layer(self.layer, frame)
+        start.output_norm(self.norm)
+        weight = self.eh_proj.weight
+        if not start.passes_through:
+            start.random(weight)
+            return
+        embeds = 1.0 if isinstance(self.enorm, RMSNorm) else start.embedding_rms
+        hidden = 1.0 if isinstance(self.hnorm, RMSNorm) else start.normed_rms
+        identity = torch.diag(frame * start.state_rms)
+        share = start.init.embedding_share / embeds
+        weight.copy_(torch.cat([share * identity, identity / hidden], 1))
 
-        Llama-family layers run lean; others run the module itself in `dtype`.
-        """
-        copy = MTPHead(self.config, self.target_config)
-        copy.load_state_dict({name: value.detach() for name, value in self.state_dict().items()})
-        copy = copy.to(device, dtype).eval().requires_grad_(False)
-        copy.__dict__["rotary"] = self.rotary.to(device)
-        return _LeanMTP(copy) if lean and LeanStack.supports(self.target_config) else copy
+
+class MTPHead(Head):
+    """See the module's equations and `protocol.Head`."""
+
+    kind = "mtp"
+
+    def __init__(
+        self, config: HeadConfig, target_config: Any, draft_vocab_size: int | None = None
+    ) -> None:
+        super().__init__(config, target_config, draft_vocab_size)
+        self.blocks = nn.ModuleList(
+            FusedModule(config.norms, target_config, index) for index in range(config.modules)
+        )
+        self.num_modules = self.num_layers = config.modules
+        first = self.blocks[0]
+        assert isinstance(first, FusedModule)
+        self.recycle = RecycleSpec(norm_style=first.norm_style)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        step: int = 0,
+    ) -> HeadStep:
+        """See `Head.forward`; recycled and drafted are one tensor."""
+        block = self.blocks[min(step, self.num_modules - 1)]
+        out = block(embeds, hidden, positions, context)
+        return HeadStep(out, out)
+
+    def start(self, start: Start) -> None:
+        """See `Head.start`; every module starts alike."""
+        for block in self.blocks:
+            assert isinstance(block, FusedModule)
+            block.start(start)
+
+    def lean(self) -> HeadFunction:
+        """See `Head.lean`."""
+        return _LeanMTP(self)
 
 
-class _LeanMTP:
-    """`MTPHead.forward` with packed weights and a lean layer."""
+class _LeanModule:
+    """`FusedModule.forward` with packed weights and a lean layer."""
 
-    def __init__(self, head: MTPHead) -> None:
-        self.enorm, self.hnorm, self.norm = head.enorm, head.hnorm, head.norm
-        self.projection = PackedLinear(head.eh_proj.weight)
-        self.layer = LeanLayer(head.layer, 0)
-        self.rotary = head.rotary
+    def __init__(self, block: Any, index: int) -> None:
+        self.enorm, self.hnorm, self.norm = block.enorm, block.hnorm, block.norm
+        self.projection = PackedLinear(block.eh_proj.weight)
+        self.layer = LeanLayer(block.layer, index)
+        self.rotary = block.rotary
 
     def __call__(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
@@ -108,3 +139,27 @@ class _LeanMTP:
         fused = self.projection(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         cos, sin = lean_rotary(self.rotary, fused, positions)
         return self.norm(self.layer(fused, cos, sin, context))
+
+
+class _LeanMTP:
+    """`MTPHead` from lean modules."""
+
+    def __init__(self, head: MTPHead) -> None:
+        self.modules = [_LeanModule(block, index) for index, block in enumerate(head.blocks)]
+        self.source = head
+
+    def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
+        """See `Head.feed`."""
+        return self.source.feed(states, trunk)
+
+    def __call__(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        step: int = 0,
+    ) -> HeadStep:
+        module = self.modules[min(step, len(self.modules) - 1)]
+        out = module(embeds, hidden, positions, context)
+        return HeadStep(out, out)

@@ -74,7 +74,7 @@ def plain_loss(objective: Objective, head: MTPHead, batch: PackedBatch) -> Tenso
     trunk, ids = objective.trunk, objective.draft_ids
     context = UnrollContext(batch.starts, sdpa_attention)
     normed = trunk.norm(batch.hidden)
-    states = unroll(head, trunk, batch, STEPS, normed=normed, context=context)
+    states = unroll(head, trunk, batch, STEPS, context=context)
     with torch.no_grad():
         teacher = trunk.logits(normed, ids).float().softmax(-1)  # [N, V]
     loss = states.new_zeros((), dtype=torch.float32)

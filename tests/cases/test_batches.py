@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from draftsmith.data.batches import BatchPlan, PackedBatch
 from draftsmith.data.runs import RunIndex, supervised_runs
 from draftsmith.kernels.shift import supervision
-from draftsmith.models.heads import HeadConfig, build_head
+from draftsmith.models.heads import Head, HeadConfig, build_head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer
@@ -68,7 +68,7 @@ def toy(tiny_llama_folder: Callable[..., Path]) -> Path:
     return tiny_llama_folder(num_hidden_layers=2)
 
 
-def make_head(toy: Path) -> nn.Module:
+def make_head(toy: Path) -> Head:
     torch.manual_seed(0)
     return build_head(HeadConfig(), toy, 1.0, AutoConfig.from_pretrained(toy))
 

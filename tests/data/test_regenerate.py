@@ -22,8 +22,9 @@ from draftsmith.data.regenerate import RegenerateConfig, Regenerated, _seed, reg
 from draftsmith.data.rowfile import RowWriter
 from draftsmith.data.rows import Row, Rows, RowsConfig, prepare
 from draftsmith.inference.config import EngineConfig, SamplingParams
-from draftsmith.inference.drafters import HeadDrafter, NgramDrafter
+from draftsmith.inference.drafters import NgramDrafter
 from draftsmith.inference.engine import Engine
+from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.models.heads import HeadConfig, build_head
 from draftsmith.models.norm import use_own_norms
 from draftsmith.models.target import Target, TargetConfig, load_tokenizer

@@ -131,8 +131,9 @@ def test_the_export_holds_the_trained_weights(work: Path):
     """The DeepSeek-style layout: trained tensors bit for bit, the rest copied from the target."""
     exported = load_file(work / "export" / "deepseek-mtp" / "mtp.safetensors")
     native = load_file(work / "train" / "head" / "head.safetensors")
-    assert torch.equal(exported["model.layers.30.eh_proj.weight"], native["eh_proj.weight"])
-    assert torch.equal(exported["model.layers.30.shared_head.norm.weight"], native["norm.weight"])
+    layer, ours = "model.layers.30", "blocks.0"
+    assert torch.equal(exported[f"{layer}.eh_proj.weight"], native[f"{ours}.eh_proj.weight"])
+    assert torch.equal(exported[f"{layer}.shared_head.norm.weight"], native[f"{ours}.norm.weight"])
     assert exported["model.layers.30.embed_tokens.weight"].shape == (49152, 576)
 
 

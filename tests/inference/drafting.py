@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftsmith.inference.batch import Batch
-from draftsmith.inference.drafters import HeadDrafter, Proposal
+from draftsmith.inference.drafters import Proposal
+from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.inference.pages import KVPool
 from draftsmith.inference.sequence import Sequence
+from draftsmith.models.heads import HeadStep
 from draftsmith.models.target import Target
 
 
@@ -45,6 +47,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     num_layers = 0
+    boundaries = ()
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -60,7 +63,7 @@ class ScriptedDrafter:
             self.script.next_round(sequence)
         return chains
 
-    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
+    def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
         """Nothing to refill."""
 
     def forget(self, sequence: Sequence) -> None:
@@ -70,45 +73,46 @@ class ScriptedDrafter:
 class ForcedHeadDrafter(HeadDrafter):
     """A real head that computes everything, but whose drafts are the script's.
 
-    `rows` records what it computed: (sequence id, position p, step k) -> [H]. A row of step k is
-    kept only while all drafts before it were right, for then its inputs are those of the true text.
+    `rows` records what it would draft from: (sequence id, position p, step k) -> [H]. A row of step
+    k is kept only while all drafts before it were right, for then its inputs are those of the true
+    text.
     """
 
     def __init__(self, head, draft_ids: Tensor | None, script: Script) -> None:
         super().__init__(head, draft_ids)
         self.script = script
         self.rows: dict[tuple[str, int, int], Tensor] = {}
-        self._steps: dict[str, int] = {}
-
-    def observe(self, batch: Batch, states: Tensor, next_tokens: list[int]) -> None:
-        """Refill, remembering every row."""
-        self._steps = {}
-        super().observe(batch, states, next_tokens)
+        self._drafting = False
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
         """The head's own computation along the script."""
-        self._steps = {sequence.id: 1 for sequence in sequences}
+        self._taken = dict.fromkeys((sequence.id for sequence in sequences), 0)
+        self._drafting = True
         proposals = super().propose(sequences, counts)
         for sequence in sequences:
             self.script.next_round(sequence)
-        self._steps = {}
+        self._drafting = False
         return proposals
 
     def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        return self.script.token(sequence, self._steps[sequence.id] - 1)
+        self._taken[sequence.id] += 1
+        return self.script.token(sequence, self._taken[sequence.id] - 1)
 
-    def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor) -> Tensor:
-        out = super()._run(batch, tokens, hidden)
+    def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor, step: int) -> HeadStep:
+        out = super()._run(batch, tokens, hidden, step)
+        modules = self.head.num_modules
+        # Slots are rows; a module that is recycled moves one slot on at every further step.
+        shift = max(0, step - (modules - 1))
         for index, sequence in enumerate(batch.sequences):
             for row in range(batch.starts[index], batch.starts[index + 1]):
-                step = self._steps.get(sequence.id, 0)
-                if step == 0:
-                    self.rows[sequence.id, int(batch.positions[row]), 0] = out[row]
+                slot = int(batch.positions[row])
+                if self._drafting and self._tokens_wrong(sequence, slot, step, shift):
                     continue
-                keep = self.script.pattern[
-                    self.script.round.get(sequence.id, 0) % len(self.script.pattern)
-                ]
-                if step <= keep:
-                    self.rows[sequence.id, int(batch.positions[row]) - step, step] = out[row]
-                self._steps[sequence.id] += 1
+                self.rows[sequence.id, slot - shift, step] = out.drafted[row]
         return out
+
+    def _tokens_wrong(self, sequence: Sequence, slot: int, step: int, shift: int) -> bool:
+        """Whether the row's newest token is a draft that is not the text's own."""
+        drafts = slot - shift + 1 + step - (len(sequence.tokens) - 1)
+        pattern = self.script.pattern
+        return drafts > pattern[self.script.round.get(sequence.id, 0) % len(pattern)]

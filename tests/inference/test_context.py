@@ -12,35 +12,20 @@ from draftsmith.data.batches import PackedBatch
 from draftsmith.inference.capture import capture
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine
-from draftsmith.models.heads import MTPHead
+from draftsmith.models.heads import Head
 from draftsmith.models.target import Target, TargetConfig
-from draftsmith.train.unroll import unroll
+from draftsmith.train.unroll import split_states, unroll
 
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
-@pytest.fixture(scope="module", params=list(TOLERANCE))
-def pair(request: pytest.FixtureRequest, target: Target, head: MTPHead) -> tuple[Target, MTPHead]:
-    """Target and head in one dtype."""
-    if request.param == "float64":
-        return target, head
-    small = Target.load(TargetConfig(source=str(target.folder), dtype="float32", device="cpu"))
-    copy = MTPHead(head.config, head.target_config)
-    copy.load_state_dict({name: value.float() for name, value in head.state_dict().items()})
-    return small, copy
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], steps: int, chunk: int):
-    """K = 1..4 drafts, prefill in chunks of 1, 2, 3, 7 and whole, every accept count forced in
-    turn.
+def worst_difference(target: Target, head: Head, steps: int, chunk: int) -> torch.Tensor:
+    """[K]: how far any row of a training unroll lies from the engine's own, with prefill in chunks
+    and every accept count forced in turn.
 
     Step-0 rows are those written last (after each refill from true states); step-k rows those whose
     drafts so far were the text's own.
     """
-    target, head = pair
     plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
     answers = {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
     script = Script(answers, [*range(steps + 1), steps], target.vocab_size)
@@ -61,32 +46,56 @@ def test_training_rows_equal_the_engines_rows(pair: tuple[Target, MTPHead], step
     texts = engine.run(PROMPTS, GREEDY)
     worst = torch.zeros(steps, dtype=torch.float64)
     compared = [0] * steps
+    boundaries = tuple(sorted({*head.boundaries, target.num_layers}))
     for sequence in texts:
         tokens = torch.tensor(sequence.tokens)
+        captured = capture(target, [tokens], boundaries)
+        hidden = torch.cat([captured[k] for k in boundaries], -1)
         batch = PackedBatch(
             tokens=tokens,
             supervised=torch.ones(len(tokens), dtype=torch.bool),
-            hidden=capture(target, [tokens], (target.num_layers,))[target.num_layers],
+            hidden=hidden,
             starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
             positions=torch.arange(len(tokens)),
             row_ids=(sequence.id,),
         )
         with torch.no_grad():
-            states = unroll(head, target.trunk, batch, steps)
+            read = split_states(hidden, boundaries, target.hidden_size)
+            states = unroll(head, target.trunk, batch, steps, states=read)
         for (identity, position, step), row in drafter.rows.items():
-            if identity == sequence.id and position + 1 + step < len(tokens):
+            if identity == sequence.id and step < steps and position + 1 + step < len(tokens):
                 compared[step] += 1
                 worst[step] = max(worst[step], (states[step, position] - row).abs().max().double())
     assert compared[0] >= sum(len(p) for p in PROMPTS) and all(compared)
-    limit = TOLERANCE[str(target.dtype).removeprefix("torch.")]
-    assert float(worst.max()) < limit, worst
+    return worst
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_training_rows_equal_the_engines_rows(
+    target: Target, any_head: Head, steps: int, chunk: int
+):
+    """Every family, K = 1, 2, 4 drafts, prefill in chunks of 1, 3 and whole, float64."""
+    worst = worst_difference(target, any_head, steps, chunk)
+    assert float(worst.max()) < 1e-9, worst
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 512])
+def test_training_rows_equal_the_engines_rows_in_float32(target: Target, head: Head, chunk: int):
+    """The same where rounding is real, and oneDNN's packed weights run."""
+    small = Target.load(TargetConfig(source=str(target.folder), dtype="float32", device="cpu"))
+    copy = type(head)(head.config, head.target_config)
+    copy.load_state_dict({name: value.float() for name, value in head.state_dict().items()})
+    worst = worst_difference(small, copy, 4, chunk)
+    assert float(worst.max()) < 1e-4, worst
 
 
 @pytest.mark.parametrize("max_batch", [1, 5])
 def test_head_keys_after_any_round_are_those_of_true_states(
-    target: Target, head: MTPHead, max_batch: int
+    target: Target, any_head: Head, max_batch: int
 ):
     """After each step the head's pages equal pages rebuilt by one prefill over the same text."""
+    head = any_head
     plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
     answers = {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
     script = Script(answers, [2, 0, 3, 1], target.vocab_size)
@@ -103,12 +112,16 @@ def test_head_keys_after_any_round_are_those_of_true_states(
         again = other.add(known[:-1], SamplingParams(max_new_tokens=2, ignore_eos=True))
         other.step()
         assert again.output == known[-1:]
-        for ours, theirs in zip(
+        pairs = zip(
             [*engine.pool.keys, *engine.pool.values],
             [*other.pool.keys, *other.pool.values],
             strict=True,
-        ):
+        )
+        for index, (ours, theirs) in enumerate(pairs):
             assert ours is not None and theirs is not None
-            for position in range(sequence.num_computed):
+            layer = index % len(engine.pool.keys) - target.num_layers
+            # Module m of several has its row p when x_{p+1+m} is known, so m rows fewer.
+            behind = layer if layer > 0 and head.num_modules > 1 else 0
+            for position in range(sequence.num_computed - behind):
                 mine, rebuilt = ours[:, sequence.slot(position)], theirs[:, again.slot(position)]
                 torch.testing.assert_close(mine, rebuilt, rtol=0, atol=1e-9)

@@ -9,18 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import HEAD_CONFIGS, NO_NORMS, PROMPTS, away_from_its_start
 from drafting import Script, ScriptedDrafter
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.config import EngineConfig, SamplingParams
-from draftsmith.inference.drafters import HeadDrafter, NgramDrafter
+from draftsmith.inference.drafters import NgramDrafter
 from draftsmith.inference.engine import Engine
-from draftsmith.models.heads import MTPHead
+from draftsmith.inference.head_drafter import HeadDrafter
+from draftsmith.models.heads import Head, HeadConfig, build_head
 from draftsmith.models.norm import use_own_norms
 from draftsmith.models.target import Target, TargetConfig
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+TINY_HEADS = {
+    "mtp": (HeadConfig(), None),
+    "reduced mtp": (HeadConfig(), torch.tensor([0, 2, 3])),
+    "mtp of 2 modules": (HeadConfig(modules=2), None),
+    "reduced eagle3": (HeadConfig("eagle3", boundaries=(0, 1)), torch.tensor([0, 2, 3])),
+    "medusa": (HeadConfig("medusa", modules=2, norms=NO_NORMS), None),
+}
+"""Heads for a target of five tokens and one layer, with their draft ids."""
 
 
 def config(**changes: int | bool) -> EngineConfig:
@@ -61,21 +70,36 @@ def test_plain_decoding_equals_transformers(
     ]
 
 
-@pytest.mark.parametrize("chunk", [5, 7, 512])
-@pytest.mark.parametrize("draft_tokens", [1, 2, 3, 5])
-@pytest.mark.parametrize("drafter", ["head", "reduced head", "ngram"])
+@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize("draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("drafter", ["ngram", *HEAD_CONFIGS])
 def test_speculative_decoding_equals_plain(
-    target, head: MTPHead, answers, drafter: str, draft_tokens: int, chunk: int
+    target, answers, drafter: str, reduced: bool, draft_tokens: int, chunk: int
 ):
-    """A bad head, a head on a reduced vocabulary, a look-up: the text is the target's."""
-    ids = torch.arange(0, 512, 3) if drafter == "reduced head" else None
-    drafting = NgramDrafter() if drafter == "ngram" else HeadDrafter(head, ids)
+    """Bad heads of every family, over the whole and over a reduced vocabulary, a look-up: the text
+    is the target's."""
+    ids = torch.arange(0, 512, 3) if reduced else None
+    drafting = NgramDrafter()
+    if drafter != "ngram":
+        drafting = HeadDrafter(away_from_its_start(HEAD_CONFIGS[drafter], target, ids), ids)
     engine = Engine(target, config(draft_tokens=draft_tokens, max_step_tokens=chunk), drafting)
     results = engine.run(PROMPTS, GREEDY)
     assert [sequence.output for sequence in results] == [
         answers[tuple(prompt)] for prompt in PROMPTS
     ]
     assert engine.metrics.num_drafts + engine.metrics.cut_drafts > 0
+
+
+def test_a_medusa_chain_is_no_longer_than_its_heads(target, answers):
+    """Four heads asked for six drafts give four."""
+    head = away_from_its_start(HEAD_CONFIGS["medusa"], target)
+    engine = Engine(target, config(draft_tokens=6), HeadDrafter(head, None))
+    results = engine.run(PROMPTS, GREEDY)
+    assert [sequence.output for sequence in results] == [
+        answers[tuple(prompt)] for prompt in PROMPTS
+    ]
+    assert len(engine.metrics.drafted_per_position) == 4
 
 
 @pytest.mark.parametrize("pattern", list(itertools.product(range(4), repeat=2)), ids=str)
@@ -133,7 +157,7 @@ def test_an_end_token_inside_an_accepted_run_ends_the_answer(target, answers, pl
     assert engine.metrics.decode_tokens == len(result.output) - 1
 
 
-def test_a_tiny_pool_only_makes_requests_wait(target, head: MTPHead, answers):
+def test_a_tiny_pool_only_makes_requests_wait(target, head: Head, answers):
     """With room for one request at a time the answers are the same, and no page is lost."""
     need = max(map(len, PROMPTS)) + GREEDY.max_new_tokens + 3
     engine = Engine(target, config(pool_tokens=need), HeadDrafter(head, None))
@@ -144,7 +168,7 @@ def test_a_tiny_pool_only_makes_requests_wait(target, head: MTPHead, answers):
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_pages
 
 
-def test_scattered_pages_are_read_like_neighbours(target, head: MTPHead, answers):
+def test_scattered_pages_are_read_like_neighbours(target, head: Head, answers):
     """A pool whose free pages are every other one forces the gathered path."""
     engine = Engine(target, config(pool_tokens=2048, max_batch=2), HeadDrafter(head, None))
     allocator = engine.scheduler.allocator
@@ -157,7 +181,7 @@ def test_scattered_pages_are_read_like_neighbours(target, head: MTPHead, answers
     ]
 
 
-def test_requests_join_and_leave_while_others_run(target, head: MTPHead, answers):
+def test_requests_join_and_leave_while_others_run(target, head: Head, answers):
     """A request added in the middle, and one cancelled, disturb nobody."""
     engine = Engine(target, config(), HeadDrafter(head, None))
     first = engine.add(PROMPTS[4], GREEDY)
@@ -174,9 +198,7 @@ def test_requests_join_and_leave_while_others_run(target, head: MTPHead, answers
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(
-    target, head: MTPHead, draft_tokens: int
-):
+def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(target, head: Head, draft_tokens: int):
     """Each request draws from its own stream: alone or in a batch the text is the same, another
     seed differs."""
     drafter = HeadDrafter(head, None) if draft_tokens else None
@@ -192,7 +214,7 @@ def test_a_seed_fixes_a_sampled_text_whatever_runs_beside_it(
 
 
 @pytest.mark.parametrize("drafter", ["head", "reduced head", "ngram", "right", "wrong"])
-def test_coupled_requests_say_what_plain_decoding_draws(target, head: MTPHead, drafter: str):
+def test_coupled_requests_say_what_plain_decoding_draws(target, head: Head, drafter: str):
     """One seed, one text, whoever drafts, whatever runs beside it, however many drafts are kept."""
     params = [
         SamplingParams(16, temperature=0.8, top_k=40, seed=n, ignore_eos=True, coupled=True)
@@ -218,19 +240,21 @@ def test_coupled_requests_say_what_plain_decoding_draws(target, head: MTPHead, d
     assert {"right": kept > 10, "wrong": kept == 0}.get(drafter, True)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("drafter", ["head", "reduced head", "ngram"])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [("ngram", 1.0), *((name, 1.0) for name in TINY_HEADS), ("reduced mtp", 0.6)],
+)
 def test_sampled_output_has_the_targets_law(
     tiny_llama_folder: Callable[..., Path], drafter: str, temperature: float
 ):
     """Chi-square of the first three tokens of four, jointly, over 6,000 answers: vocabulary 5, all
     125 texts."""
-    target, head = tiny_pair(tiny_llama_folder)
-    drafting = {
-        "head": lambda: HeadDrafter(head, None),
-        "reduced head": lambda: HeadDrafter(head, torch.tensor([0, 2, 3])),
-        "ngram": NgramDrafter,
-    }[drafter]()
+    target = tiny_target(tiny_llama_folder)
+    drafting = NgramDrafter()
+    if drafter != "ngram":
+        chosen, ids = TINY_HEADS[drafter]
+        head = build_head(chosen, target.folder, 1.0, draft_ids=ids)
+        drafting = HeadDrafter(head.double(), ids)
     count, prompt = 6000, [3, 1, 4, 1, 3, 1]
     engine = Engine(
         target,
@@ -255,14 +279,11 @@ def test_sampled_output_has_the_targets_law(
     assert engine.metrics.num_accepted_tokens > 0
 
 
-def tiny_pair(make: Callable[..., Path]) -> tuple[Target, MTPHead]:
-    """A target with five tokens and a head for it."""
-    from draftsmith.models.heads import HeadConfig, build_head
-
+def tiny_target(make: Callable[..., Path]) -> Target:
+    """A target with five tokens and one layer."""
     tiny = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
     folder = make(vocab_size=5, bos_token_id=None, eos_token_id=None, **tiny)
-    target = Target.load(TargetConfig(source=str(folder), dtype="float64", device="cpu"))
-    return target, build_head(HeadConfig(), folder, 1.0).double()
+    return Target.load(TargetConfig(source=str(folder), dtype="float64", device="cpu"))
 
 
 def joint_law(target: Target, prompt: list[int], temperature: float) -> torch.Tensor:
@@ -320,7 +341,7 @@ def test_a_head_of_another_target_is_refused(
     tiny_llama_folder: Callable[..., Path], target: Target
 ):
     """By its width, before it drafts nonsense."""
-    _, other = tiny_pair(tiny_llama_folder)
+    other = build_head(HeadConfig(), tiny_target(tiny_llama_folder).folder, 1.0)
     with pytest.raises(ValueError, match="trained for another target"):
         Engine(target, config(), HeadDrafter(other, None))
 

@@ -15,15 +15,16 @@ from transformers import AutoConfig
 from draftsmith.models.attention import PackedContext
 from draftsmith.models.formats import layout
 from draftsmith.models.heads import (
+    Head,
     HeadConfig,
     InitConfig,
+    MTPHead,
     NormConfig,
     build_head,
     load_head,
     save_head,
 )
 from draftsmith.models.heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
-from draftsmith.models.heads.mtp import MTPHead
 
 FINGERPRINT = {"config": "a", "tokenizer": "b", "chat_template": "c", "weights": "d"}
 
@@ -34,7 +35,7 @@ def folder(tiny_llama_folder: Callable[..., Path]) -> Path:
     return tiny_llama_folder()
 
 
-def save(head: MTPHead, out: Path, draft_ids: torch.Tensor | None = None) -> Path:
+def save(head: Head, out: Path, draft_ids: torch.Tensor | None = None) -> Path:
     """A native folder of `head`."""
     save_head(
         out, head, target_fingerprint=FINGERPRINT, draft_ids=draft_ids, trained_length=40, config={}
@@ -42,9 +43,9 @@ def save(head: MTPHead, out: Path, draft_ids: torch.Tensor | None = None) -> Pat
     return out
 
 
-def trained_like(folder: Path, norms: NormConfig | None = None) -> MTPHead:
+def trained_like(folder: Path, norms: NormConfig | None = None, modules: int = 1) -> Head:
     """A head whose every weight differs from its start."""
-    head = build_head(HeadConfig(norms=norms or NormConfig()), folder, 2.0)
+    head = build_head(HeadConfig(modules=modules, norms=norms or NormConfig()), folder, 2.0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -52,58 +53,42 @@ def trained_like(folder: Path, norms: NormConfig | None = None) -> MTPHead:
     return head
 
 
-@pytest.mark.parametrize(
-    "norms",
-    [NormConfig(), NormConfig(False, False, False, False), NormConfig(output=False)],
-    ids=str,
-)
-def test_the_engines_form_equals_the_modules(folder: Path, norms: NormConfig):
-    """Lean layer and packed projection against the module, float64, with norms on and off."""
-    head = trained_like(folder, norms).double()
-    generator = torch.Generator().manual_seed(0)
-    embeds, hidden = (
-        torch.randn(12, 64, dtype=torch.float64, generator=generator) for _ in range(2)
-    )
-    positions = torch.cat([torch.arange(5), torch.arange(7)])
-    with torch.no_grad():
-        expected = head(embeds, hidden, positions, PackedContext([0, 5, 12]))
-    for lean in (True, False):
-        function = head.for_inference(torch.float64, torch.device("cpu"), lean)
-        out = function(embeds, hidden, positions, PackedContext([0, 5, 12]))
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_each_norm_switch_removes_its_tensor_and_changes_the_result(folder: Path):
     """The ablation is real: four switches, four different functions."""
     names = {
-        "embedding": "enorm.weight",
-        "hidden": "hnorm.weight",
-        "attention_input": "layer.input_layernorm.weight",
-        "output": "norm.weight",
+        "embedding": "blocks.0.enorm.weight",
+        "hidden": "blocks.0.hnorm.weight",
+        "attention_input": "blocks.0.layer.input_layernorm.weight",
+        "output": "blocks.0.norm.weight",
     }
     whole = build_head(HeadConfig(), folder, 2.0)
     embeds, hidden = torch.randn(4, 64), torch.randn(4, 64) * 3
-    reference = whole(embeds, hidden, torch.arange(4), PackedContext([0, 4]))
+    reference = whole(embeds, hidden, torch.arange(4), PackedContext([0, 4])).drafted
     for switch, tensor in names.items():
         head = build_head(HeadConfig(norms=NormConfig(**{switch: False})), folder, 2.0)
         assert set(whole.state_dict()) - set(head.state_dict()) == {tensor}
-        out = head(embeds, hidden, torch.arange(4), PackedContext([0, 4]))
+        out = head(embeds, hidden, torch.arange(4), PackedContext([0, 4])).drafted
         assert float((out - reference).detach().abs().max()) > 1e-3, switch
 
 
 def test_a_head_starts_from_the_target(folder: Path):
     """Layer and output norm are the target's; the projection passes the normed state and half the
     embedding."""
-    head = build_head(HeadConfig(), folder, 3.0)
+    head = build_head(HeadConfig(modules=2), folder, 3.0).state_dict()
     tensors = load_file(folder / "model.safetensors")
-    for name, value in head.layer.state_dict().items():
-        assert torch.equal(value, tensors[f"model.layers.2.{name}"]), name
-    assert torch.equal(head.state_dict()["norm.weight"], tensors["model.norm.weight"] * 0.4)
+    last = "model.layers.2."
+    for name in (name for name in tensors if name.startswith(last)):
+        for module in range(2):
+            ours = head[f"blocks.{module}.layer.{name.removeprefix(last)}"]
+            assert torch.equal(ours, tensors[name]), name
+    assert torch.equal(head["blocks.1.norm.weight"], tensors["model.norm.weight"] * 0.4)
     identity = torch.eye(64)
-    assert torch.equal(head.eh_proj.weight.detach(), torch.cat([1.5 * identity, 3.0 * identity], 1))
+    assert torch.equal(
+        head["blocks.0.eh_proj.weight"], torch.cat([1.5 * identity, 3 * identity], 1)
+    )
     random = build_head(HeadConfig(init=InitConfig("random", "random")), folder, 3.0)
     assert not torch.equal(
-        random.layer.state_dict()["mlp.up_proj.weight"],
+        random.state_dict()["blocks.0.layer.mlp.up_proj.weight"],
         tensors["model.layers.2.mlp.up_proj.weight"],
     )
 
@@ -115,6 +100,8 @@ def test_a_head_starts_from_the_target(folder: Path):
         (HeadConfig(init=InitConfig(layer="last")), 1.0, "target-last or random"),
         (HeadConfig(init=InitConfig(projection="eye")), 1.0, "pass-through or random"),
         (HeadConfig(), 0.0, "state_rms 0.0"),
+        (HeadConfig(kind="eagle3"), 1.0, r"\[2, 1, 0\].*3 layers is too shallow.*among 0 to 3"),
+        (HeadConfig(kind="eagle3", boundaries=(1, 4)), 1.0, "among 0 to 3"),
     ],
 )
 def test_a_wrong_choice_is_refused(folder: Path, config: HeadConfig, rms: float, message: str):
@@ -178,23 +165,24 @@ def test_vocabulary_maps_are_offsets():
         read_vocabulary({"d2t": maps["d2t"], "t2d": maps["t2d"].flip(0)}, 10, "file")
 
 
+@pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([0, 2, 9, 400])], ids=["full", "reduced"])
 def test_deepseek_layout_round_trips_bit_for_bit(
-    folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None
+    folder: Path, tmp_path: Path, draft_ids: torch.Tensor | None, modules: int
 ):
-    """Export names the layer L of the target, and reading it back gives the same head and the same
-    states."""
-    native = load_head(save(trained_like(folder), tmp_path / "native", draft_ids))
+    """Export names the target's layers from L on, and reading them back gives the same head."""
+    head = trained_like(folder, modules=modules)
+    native = load_head(save(head, tmp_path / "native", draft_ids))
     write, read = layout("deepseek-mtp")
     origin = write(native, folder, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "mtp.safetensors")
     assert set(origin) == set(tensors)
     fixed = ["enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"]
-    assert {f"model.layers.3.{name}.weight" for name in fixed} <= set(tensors)
+    for layer in range(3, 3 + modules):
+        assert {f"model.layers.{layer}.{name}.weight" for name in fixed} <= set(tensors)
     assert tensors["model.layers.3.eh_proj.weight"].shape == (64, 128)
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == modules
     back = read(tmp_path / "out")
     for name, value in native.head.state_dict().items():
         assert torch.equal(back.head.state_dict()[name], value), name
@@ -210,6 +198,9 @@ def test_deepseek_layout_refuses_what_it_cannot_hold(folder: Path, tmp_path: Pat
     partial = load_head(save(trained_like(folder, NormConfig(output=False)), tmp_path / "partial"))
     with pytest.raises(ValueError, match="output"):
         write(partial, folder, tmp_path / "out")
+    other = build_head(HeadConfig("eagle"), folder, 2.0)
+    with pytest.raises(ValueError, match="of kind eagle"):
+        write(load_head(save(other, tmp_path / "eagle")), folder, tmp_path / "out")
     with pytest.raises(ValueError, match="num_nextn_predict_layers"):
         read(folder)
     write(load_head(save(trained_like(folder), tmp_path / "whole")), folder, tmp_path / "out")

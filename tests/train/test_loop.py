@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
 from draftsmith.kernels.losses import LossConfig
+from draftsmith.models.heads import Head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer
@@ -39,7 +40,7 @@ class _Listed:
         return int(state["cursor"])
 
 
-def _trainer(trunk: Trunk, head: nn.Module, plan: Any, out: Path, **config: Any) -> Trainer:
+def _trainer(trunk: Trunk, head: Head, plan: Any, out: Path, **config: Any) -> Trainer:
     validate = config.pop("validate", None)
     on_best = config.pop("on_best", None)
     defaults = {
@@ -296,7 +297,7 @@ def test_bf16_keeps_fp32_weights_and_learns(
     assert all(p.dtype == torch.float32 for p in head.parameters())
     losses = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")]
     assert losses[-1] < losses[0]
-    weight = head.eh_proj.weight.detach()
+    weight = head.get_parameter("blocks.0.eh_proj.weight").detach()
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
@@ -330,19 +331,19 @@ def test_any_loss_trains_and_is_logged_beside_the_usual_figures(
 def test_a_head_with_its_own_lm_head_trains_in_shards_too(
     tiny_llama_folder: Callable[..., Path], toy: ModuleType, tmp_path: Path
 ) -> None:
-    """`student_head` is read outside the head's forward pass; stage 3, which keeps a matrix of this
+    """`lm_head` is read outside the head's forward pass; stage 3, which keeps a matrix of this
     size in shards, gathers it there and ends with stage 0's weights."""
     target = tiny_llama_folder(num_hidden_layers=2, vocab_size=4096)
     trunk = Trunk.load(target, torch.float32)
     ended = []
     for stage in (0, 3):
         head = toy.make_head(target)
-        head.student_head = nn.Parameter(trunk.lm_head.clone())
+        head.lm_head = nn.Parameter(trunk.lm_head.clone())
         trainer = _trainer(trunk, head, toy.NoisePlan(), tmp_path / str(stage), zero_stage=stage)
         trainer.run()
         with trainer.whole_weights():
             ended.append(_weights(head))
-    assert not torch.equal(ended[0]["student_head"], trunk.lm_head)
+    assert not torch.equal(ended[0]["lm_head"], trunk.lm_head)
     for name, value in ended[0].items():
         torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
 

@@ -112,18 +112,18 @@ def test_eagle_one_compares_states_of_the_same_prefix(
 
 
 def test_a_head_with_its_own_lm_head_trains_it(target: Path, trunk: Trunk, toy: ModuleType) -> None:
-    """`student_head` reads the states in place of the target's lm_head and gets its gradient; the
+    """`lm_head` reads the states in place of the target's lm_head and gets its gradient; the
     teacher keeps the target's rows of the draft vocabulary."""
     ids = torch.arange(0, 512, 3)
     batch = toy.packed([toy.random_row(1, 13), toy.random_row(3, 22)])
     head = toy.make_head(target)
     rows = trunk.lm_head_weight(ids).float()
-    head.student_head = nn.Parameter(rows + 0.01 * torch.randn(rows.shape))
+    head.lm_head = nn.Parameter(rows + 0.01 * torch.randn(rows.shape))
     states, normed = unroll(head, trunk, batch, 3), trunk.norm(batch.hidden)
     exact = torch.zeros(())
     for p, k, weight in _alignment(batch):
         teacher = trunk.logits(normed[p + 1 + k], ids).softmax(-1)
-        student = (states[k, p] @ head.student_head.T).log_softmax(-1)
+        student = (states[k, p] @ head.lm_head.T).log_softmax(-1)
         exact = exact - weight * (teacher * student).sum()
     ours, _ = Objective(trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32)(head, batch, 3)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=0)

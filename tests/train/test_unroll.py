@@ -8,35 +8,44 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from draftsmith.kernels.ttt_attention import ttt_attention_dense
+from draftsmith.models.attention import AttentionContext
+from draftsmith.models.heads import Head, HeadConfig, HeadStep
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.unroll import UnrollContext, unroll
 
 
-class _Recorder(nn.Module):
+class _Recorder(Head):
     """A head that writes down what it is fed and answers with a state of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(HeadConfig(), LlamaConfig())
         self.weight = nn.Parameter(torch.zeros(1))
         self.fed: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: UnrollContext
-    ) -> Tensor:
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        step: int = 0,
+    ) -> HeadStep:
+        assert step == len(self.fed)
         self.fed.append((embeds, hidden, positions))
-        return hidden * 0 + len(self.fed)
+        return HeadStep(hidden * 0 + len(self.fed), hidden * 0 - len(self.fed))
 
 
 def test_each_step_is_fed_the_text_and_its_own_last_state(trunk: Trunk, toy: ModuleType) -> None:
-    """Step k of row p: embedding of x_{p+1+k}, position p+k, the output of step k-1 (step 0: the
-    normed state). The text's own token is fed even when the step before was wrong, so input prefix
-    and label prefix agree (102)."""
+    """Step k of row p: embedding of x_{p+1+k}, position p+k, what step k-1 recycled (step 0: the
+    normed state); what it drafted is returned. The text's own token is fed even when the step
+    before was wrong, so input prefix and label prefix agree (102)."""
     batch = toy.packed([toy.random_row(1, 6), toy.random_row(2, 4)])
     head = _Recorder()
     states = unroll(head, trunk, batch, 3)
-    assert states.shape == (3, 10, 64)
+    assert states[:, :, 0].tolist() == [[-1.0] * 10, [-2.0] * 10, [-3.0] * 10]
     first, second = batch.tokens[:6], batch.tokens[6:]
     for step, (embeds, hidden, positions) in enumerate(head.fed):
         for start, row in ((0, first), (6, second)):
@@ -86,7 +95,7 @@ def test_case_14_every_step_equals_real_drafting_from_the_same_prefix(
         context = _Drafting()
         state = head(
             trunk.embed(tokens[1 : row + 2]), hidden[: row + 1], torch.arange(row + 1), context
-        )[-1:]
+        ).recycled[-1:]
         drafted = [state]
         for step in range(1, steps):
             state = head(
@@ -94,7 +103,7 @@ def test_case_14_every_step_equals_real_drafting_from_the_same_prefix(
                 state,
                 torch.tensor([row + step]),
                 context,
-            )
+            ).recycled
             drafted.append(state)
     torch.testing.assert_close(states, torch.cat(drafted), rtol=0, atol=1e-5)
 

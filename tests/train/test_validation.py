@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from draftsmith.data.batches import PackedBatch
 from draftsmith.kernels.losses import LossConfig
+from draftsmith.models.heads import Head, HeadConfig, HeadStep
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.objective import Objective
 from draftsmith.train.unroll import unroll
@@ -21,21 +23,24 @@ from draftsmith.train.validation import Validator
 STEPS = 3
 
 
-class _Noisy(nn.Module):
+class _Noisy(Head):
     """A head that answers with its input state plus noise, so that it agrees with the target on
     some rows."""
 
     def __init__(self, scale: float) -> None:
-        super().__init__()
+        super().__init__(HeadConfig(), LlamaConfig())
         self.scale = nn.Parameter(torch.tensor(scale))
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: Any) -> Tensor:
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: Any, step: int = 0
+    ) -> HeadStep:
         generator = torch.Generator().manual_seed(int(positions[0]))
-        return hidden.roll(-1, 0) + self.scale * torch.randn(hidden.shape, generator=generator)
+        out = hidden.roll(-1, 0) + self.scale * torch.randn(hidden.shape, generator=generator)
+        return HeadStep(out, out)
 
 
 def _by_hand(
-    head: nn.Module, trunk: Trunk, batches: list[PackedBatch], ids: Tensor | None
+    head: Head, trunk: Trunk, batches: list[PackedBatch], ids: Tensor | None
 ) -> dict[str, Any]:
     """Agreement per step over its rows, chains supervised at all steps, how long each chain held,
     mass outside."""

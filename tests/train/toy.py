@@ -2,7 +2,8 @@
 own.
 
 python toy.py '{"target": FOLDER, "runs": [{"out": FOLDER, "config": {...}}, ...]}'
-    train, one run after the other; final weights to out/final.safetensors
+    train, one run after the other; final weights to out/final.safetensors; "eagle3": true in a run
+    trains a head that fuses two boundaries and has an lm_head of its own
 python toy.py '{"target": FOLDER, "out": FOLDER, "config": {...}, "undisturbed": FOLDER, "kills":
     ["delay", "half", ...]}' one run killed and resumed, beside an undisturbed one; both end in
     final.safetensors
@@ -26,8 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.data.batches import PackedBatch
-from draftsmith.models.heads.config import HeadConfig
-from draftsmith.models.heads.mtp import MTPHead
+from draftsmith.models.heads import Head, HeadConfig, MTPHead, build_head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer, TrainResult
@@ -58,12 +58,14 @@ def random_row(
 class NoisePlan:
     """Endless batches of two random rows; a batch follows from its index alone."""
 
-    def __init__(self, rows: int = 2) -> None:
+    def __init__(self, rows: int = 2, boundaries: int = 1) -> None:
         self.num_rows = rows
+        self.width = 64 * boundaries
 
     def batch(self, index: int) -> PackedBatch:
         rows = [
-            random_row(1000 * index + i, 9 + (7 * index + 5 * i) % 23) for i in range(self.num_rows)
+            random_row(1000 * index + i, 9 + (7 * index + 5 * i) % 23, self.width)
+            for i in range(self.num_rows)
         ]
         return packed(rows, [f"batch-{index}-row-{i}" for i in range(self.num_rows)])
 
@@ -81,16 +83,22 @@ def make_head(target: Path, seed: int = 0) -> MTPHead:
         return MTPHead(HeadConfig(), AutoConfig.from_pretrained(target))
 
 
-def train(target: Path, out: Path, **config: Any) -> TrainResult:
+def train(target: Path, out: Path, eagle3: bool = False, **config: Any) -> TrainResult:
     """Train on noise; the head's final weights go to out/final.safetensors (from rank 0)."""
     torch.set_num_threads(1)
-    head = make_head(target)
+    head: Head = make_head(target)
+    boundaries: tuple[int, ...] = (2,)
+    if eagle3:
+        boundaries = (0, 1, 2)
+        torch.manual_seed(0)
+        head = build_head(HeadConfig("eagle3", boundaries=(0, 1)), target, 1.0)
     trainer = Trainer(
         head,
         Trunk.load(target, torch.float32),
-        NoisePlan(),
+        NoisePlan(boundaries=len(boundaries)),
         TrainConfig(**config),
         out,
+        boundaries=boundaries,
         progress=False,
     )
     result = trainer.run()
@@ -152,7 +160,7 @@ def main(spec: dict[str, Any]) -> None:
     target = Path(spec["target"])
     if "runs" in spec:
         for run in spec["runs"]:
-            train(target, Path(run["out"]), **run["config"])
+            train(target, Path(run["out"]), run.get("eagle3", False), **run["config"])
         return
     out, config = Path(spec["out"]), spec["config"]
     import deepspeed  # noqa: F401  (once here, instead of once in every child)

@@ -1,0 +1,160 @@
+"""The EAGLE-3 head (arXiv 2503.01840): raw states of several boundaries, fused.
+
+    g_p = W [h_a ; h_b ; h_c]_p                    step 0; W: [H, B·H] (`fc`), no bias, raw states
+    a_p = attention([enorm(E x_{p+1+k}) ; hnorm(g)])_p        its projections read 2H
+    x_p = g_p + a_p;  x_p = x_p + mlp(norm(x_p))   residual g, or hnorm(g) (`norm_before_residual`)
+    ... further decoder layers of the target's family (`num_layers` > 1)
+    q_p = softmax(lm_head norm(x_p))               lm_head: the head's own, [Vd, H]; no soft cap
+
+Step k recycles x of step k-1 before the output norm, or after it (`norm_output`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.packed_linear import PackedLinear
+from ..attention import AttentionContext
+from ..layer import decoder_layer, residual_step, widen
+from ..lean import LeanLayer, lean_rotary
+from ..norm import RMSNorm
+from ..trunk import Trunk
+from .config import HeadConfig, RecycleSpec
+from .protocol import Head, HeadFunction, HeadStep
+from .start import Start
+
+
+class Eagle3Head(Head):
+    """See the module's equations and `protocol.Head`.
+
+    Raises:
+        ValueError: a target too shallow for the boundaries, or of a family whose attention has no
+        q, k and v projections.
+    """
+
+    kind = "eagle3"
+    rotary: nn.Module
+
+    def __init__(
+        self, config: HeadConfig, target_config: Any, draft_vocab_size: int | None = None
+    ) -> None:
+        super().__init__(config, target_config, draft_vocab_size)
+        size, eps = int(target_config.hidden_size), float(target_config.rms_norm_eps)
+        parts = [decoder_layer(target_config, index) for index in range(config.num_layers)]
+        layers = [layer for layer, _ in parts]
+        widen(layers[0])
+        style = next((m.style for m in layers[0].modules() if isinstance(m, RMSNorm)), "rms")
+        norms = config.norms
+        # The first layer's attention input has the two norms below instead.
+        for layer in layers[:1] if norms.attention_input else layers:
+            layer.input_layernorm = nn.Identity()
+        self.fc = nn.Linear(len(self.boundaries) * size, size, bias=False)
+        self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
+        self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(size, eps, style) if norms.output else nn.Identity()
+        vocabulary = int(target_config.vocab_size) if draft_vocab_size is None else draft_vocab_size
+        self.lm_head = nn.Parameter(torch.zeros(vocabulary, size))
+        self.num_layers = config.num_layers
+        self.recycle = RecycleSpec(
+            hidden_fed="fused-boundaries",
+            recycled="post-output-norm" if config.norm_output else "pre-output-norm",
+            residual="post-norm" if config.norm_before_residual else "pre-norm",
+            norm_style=style,
+        )
+        self.__dict__["rotary"] = parts[0][1]
+
+    @classmethod
+    def reads(cls, config: HeadConfig, target_layers: int) -> tuple[int, ...]:
+        """See `Head.reads`; the published choice is the stream entering layers 2, L//2 and L-3."""
+        chosen = config.boundaries or (2, target_layers // 2, target_layers - 3)
+        if list(chosen) != sorted(set(chosen)) or chosen[-1] > target_layers or chosen[0] < 0:
+            given = "head.boundaries" if config.boundaries else "the defaults 2, L//2, L-3"
+            raise ValueError(
+                f"boundaries {list(chosen)} ({given}): a target of {target_layers} layers is too "
+                f"shallow for them; set head.boundaries to ascending ids among 0 to {target_layers}"
+            )
+        return tuple(chosen)
+
+    def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
+        """See `Head.feed`."""
+        fused = torch.cat([states[k] for k in self.boundaries], -1)
+        return self.fc(fused.to(self.fc.weight.dtype))
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        step: int = 0,
+    ) -> HeadStep:
+        """See `Head.forward`."""
+        normed = self.hnorm(hidden)
+        residual = normed if self.recycle.residual == "post-norm" else hidden
+        rotary = self.rotary(hidden[None], positions[None])
+        read = torch.cat([self.enorm(embeds), normed], -1)
+        first, *others = cast("list[Any]", list(self.layers))
+        x = residual_step(first, read, residual, rotary, context)
+        for layer in others:
+            x = residual_step(layer, layer.input_layernorm(x), x, rotary, context)
+        return self._result(x)
+
+    def _result(self, x: Tensor) -> HeadStep:
+        drafted = self.norm(x)
+        return HeadStep(drafted if self.recycle.recycled == "post-output-norm" else x, drafted)
+
+    def start(self, start: Start) -> None:
+        """See `Head.start`; the highest of the fused boundaries is let through."""
+        frame = start.frame(self.norm)
+        start.wide_layer(self.layers[0], frame, self.enorm, self.hnorm)
+        for layer in list(self.layers)[1:]:
+            start.layer(layer, frame)
+        start.output_norm(self.norm)
+        rows = start.trunk.lm_head_weight(start.draft_ids)
+        assert self.lm_head is not None
+        self.lm_head.copy_(rows * start.trunk.logit_scale)
+        if start.passes_through:
+            size = self.fc.weight.shape[0]
+            self.fc.weight.zero_()
+            self.fc.weight[:, -size:] = torch.diag(frame)
+        else:
+            start.random(self.fc.weight)
+
+    def lean(self) -> HeadFunction:
+        """See `Head.lean`."""
+        return _LeanEagle3(self)
+
+
+class _LeanEagle3:
+    """`Eagle3Head` with packed weights and lean layers."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.source = head
+        self.fc = PackedLinear(head.fc.weight)
+        self.layers = [LeanLayer(layer, index) for index, layer in enumerate(head.layers)]
+
+    def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
+        """See `Head.feed`."""
+        return self.fc(torch.cat([states[k] for k in self.source.boundaries], -1))
+
+    def __call__(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        step: int = 0,
+    ) -> HeadStep:
+        head = self.source
+        normed = head.hnorm(hidden)
+        residual = normed if head.recycle.residual == "post-norm" else hidden
+        cos, sin = lean_rotary(head.rotary, hidden, positions)
+        read = torch.cat([head.enorm(embeds), normed], -1)
+        x = self.layers[0].after(read, residual, cos, sin, context)
+        for layer in self.layers[1:]:
+            x = layer(x, cos, sin, context)
+        return head._result(x)
