@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .accept import DraftLaw, accept_greedy, accept_sampled
+from .accept import DraftLaw, accept_greedy, draw, keep_sampled
 from .jit import Kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
@@ -72,25 +72,12 @@ def accept_chains_reference(
         if chains.drawn[index] and count:
             assert chains.law is not None
             law = DraftLaw(chains.law[index, :count], ids)
-        try:
-            kept[index], following[index] = accept_sampled(
-                drafts.tolist(),
-                law,
-                target[first:end],
-                chains.uniforms[index, : count + 1].tolist(),
-            )
-        except ValueError:  # weights without a law
-            kept[index], following[index] = _kept(chains, index, target), -1
+        uniforms = chains.uniforms[index, : count + 1].tolist()
+        held, weights = keep_sampled(drafts.tolist(), law, target[first:end], uniforms)
+        mass = float(weights.sum(dtype=torch.float64))
+        token = draw(weights, uniforms[-1]) if 0 < mass < float("inf") else -1
+        kept[index], following[index] = held, token
     return kept, following
-
-
-def _kept(chains: Chains, index: int, target: Tensor) -> int:
-    """How many drafts of a chain are kept whose next token cannot be drawn."""
-    first, end = (int(border) for border in chains.starts[index : index + 2])
-    return next(
-        (i for i in range(end - first - 1)),
-        0,
-    )
 
 
 def accept_chains(
@@ -133,3 +120,96 @@ def accept_chains(
             num_warps=8,
         )
     return kept, following
+
+
+@Kernel
+def accept_chains_kernel(
+    drafts,
+    starts,
+    greedy,
+    drawn,
+    uniforms,
+    law,
+    columns,
+    choices,
+    target,
+    kept,
+    following,
+    most,
+    vocabulary,
+    law_width,
+    BLOCK: tl.constexpr,
+):
+    """One chain: count what is kept, then draw in two passes over the row behind it."""
+    chain = tl.program_id(0).to(tl.int64)
+    first = tl.load(starts + chain)
+    length = tl.load(starts + chain + 1) - first - 1
+    is_greedy = tl.load(greedy + chain) != 0
+    is_drawn = tl.load(drawn + chain) != 0
+    going = length >= 0
+    count = tl.zeros([], tl.int64)
+    for step in range(0, length):
+        token = tl.load(drafts + chain * most + step)
+        agrees = token == tl.load(choices + first + step)
+        if target is not None:
+            column = token
+            if columns is not None:
+                column = tl.load(columns + token)
+            q = tl.full([], 1.0, tl.float64)
+            if law is not None:
+                place = (chain * most + step) * law_width + column
+                q = tl.load(law + place, is_drawn & (column >= 0), 0.0).to(tl.float64)
+                q = tl.where(is_drawn, q, 1.0)
+            p = tl.load(target + (first + step) * vocabulary + token).to(tl.float64)
+            holds = tl.load(uniforms + chain * (most + 1) + step) * q < p
+            agrees = tl.where(is_greedy, agrees, holds)
+        going = going & agrees
+        count += going.to(tl.int64)
+    tl.store(kept + chain, count)
+    row = first + count
+    token = tl.load(choices + row)
+    if target is not None:
+        if not is_greedy:
+            refused = count < length
+            struck = tl.load(drafts + chain * most + count, refused & (not is_drawn), -1)
+            subtracts = refused & is_drawn
+            uniform = tl.load(uniforms + chain * (most + 1) + length)
+            lane = tl.arange(0, BLOCK)
+            mass = tl.zeros([], tl.float64)
+            final = tl.full([], -1, tl.int64)  # the last token with mass
+            for base in range(0, vocabulary, BLOCK):
+                at = base + lane
+                inside = at < vocabulary
+                weight = tl.load(target + row * vocabulary + at, inside, 0.0).to(tl.float32)
+                if law is not None:
+                    column = at.to(tl.int64)
+                    if columns is not None:
+                        column = tl.load(columns + at, inside, -1)
+                    place = (chain * most + count) * law_width + column
+                    read = inside & subtracts & (column >= 0)
+                    weight -= tl.load(law + place, read, 0.0).to(tl.float32)
+                weight = tl.where((weight < 0) | (at == struck), 0.0, weight)  # NaN stays
+                mass += tl.sum(weight.to(tl.float64))
+                final = tl.maximum(final, tl.max(tl.where(weight > 0, at, -1)).to(tl.int64))
+            threshold = uniform * mass
+            running = tl.zeros([], tl.float64)
+            found = tl.full([], vocabulary, tl.int64)
+            for base in range(0, vocabulary, BLOCK):
+                at = base + lane
+                inside = at < vocabulary
+                weight = tl.load(target + row * vocabulary + at, inside, 0.0).to(tl.float32)
+                if law is not None:
+                    column = at.to(tl.int64)
+                    if columns is not None:
+                        column = tl.load(columns + at, inside, -1)
+                    place = (chain * most + count) * law_width + column
+                    read = inside & subtracts & (column >= 0)
+                    weight -= tl.load(law + place, read, 0.0).to(tl.float32)
+                weight = tl.where((weight < 0) | (at == struck), 0.0, weight)
+                reached = running + tl.cumsum(weight.to(tl.float64))
+                hit = tl.min(tl.where(reached > threshold, at, vocabulary)).to(tl.int64)
+                found = tl.minimum(found, hit)
+                running = tl.max(reached)
+            lawful = (mass > 0) & (mass < float("inf"))
+            token = tl.where(lawful, tl.minimum(found, final), -1)
+    tl.store(following + chain, token)

@@ -24,10 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.accept_chains import Chains, accept_chains
 from ..kernels.add_norm import add_norm
 from ..kernels.jit import Launch, recorded
+from ..kernels.kv_append import kv_append
+from ..kernels.kv_move import compact_paths, copy_pages
 from ..kernels.norm_concat import norm_concat
+from ..kernels.paged_attention import PagedRows, paged_attention
+from ..kernels.place_rows import place_rows
 from ..kernels.rms_norm import rms_norm
+from ..kernels.shift import shift_insert
 from ..models.files import atomic_write_bytes
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -72,21 +78,90 @@ def _differentiate(out: Tensor | tuple[Tensor, ...]) -> None:
     torch.autograd.backward(list(outputs), [torch.empty_like(tensor) for tensor in outputs])
 
 
-def _norms(size: int) -> None:
-    x, y = _meta(64, size, grad=True), _meta(64, size, grad=True)
-    weight = _meta(size, grad=True)
+def _integers(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.int64)
+
+
+def _norms(model: Size) -> None:
+    x, y = _meta(64, model.hidden, grad=True), _meta(64, model.hidden, grad=True)
+    weight = _meta(model.hidden, grad=True)
     with torch.no_grad():
         rms_norm(x, weight, 1e-5)
     _differentiate(norm_concat(x, y, weight, weight, 1e-5))
     _differentiate(add_norm(x, y, weight, 1e-5))
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "H=8192": lambda: _norms(8192),
-    "H=2048": lambda: _norms(2048),
-    "H=576": lambda: _norms(576),
-}
-"""Calls of the ops by the size they stand for (Llama-70B, DeepSeek-V2-Lite, SmolLM2-135M)."""
+def _pool(model: Size) -> tuple[Tensor, Tensor]:
+    slots = 1 << 20
+    return (
+        _meta(model.key_heads, slots, model.key_width),
+        _meta(model.key_heads, slots, model.value_width),
+    )
+
+
+def _cache(model: Size) -> None:
+    keys, values = _pool(model)
+    rows = 256
+    kv_append(
+        keys,
+        values,
+        _meta(model.key_heads, rows, model.key_width),
+        _meta(model.key_heads, rows, model.value_width),
+        _integers(rows),
+    )
+    pages = _meta(64, 512, dtype=torch.int32)
+    copy_pages(keys, _integers(8), _integers(8), 16)
+    compact_paths(keys, pages, 16, _integers(64), _integers(64, 4))
+
+
+def _attention(model: Size) -> None:
+    keys, values = _pool(model)
+    for rows, longest in ((1, 512), (4, 32768), (512, 2048)):  # decode, verify in pieces, prompt
+        batch = PagedRows(
+            _integers(9), _integers(8), _meta(8, 2048, dtype=torch.int32), 16, rows, longest
+        )
+        q = _meta(8 * rows, model.heads, model.key_width).transpose(0, 1)
+        paged_attention(q, keys, values, batch, scaling=0.1)
+
+
+def _tables(model: Size) -> None:
+    shift_insert(_integers(256), _integers(65), _integers(64), _integers(64))
+    place_rows(_integers(64), _integers(64), _meta(64, 512, dtype=torch.int32), 16, 4)
+    flags = _meta(64, dtype=torch.bool)
+    for columns in (None, _integers(model.vocabulary)):
+        chains = Chains(
+            _integers(64, 3),
+            _integers(65),
+            flags,
+            flags,
+            _meta(64, 4, dtype=torch.float64),
+            _meta(64, 3, 32000 if columns is not None else model.vocabulary, dtype=torch.float32),
+            columns,
+        )
+        target = _meta(256, model.vocabulary, dtype=torch.float32)
+        accept_chains(chains, _integers(256), target)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A real model's widths."""
+
+    name: str
+    hidden: int
+    heads: int
+    key_heads: int
+    key_width: int
+    value_width: int
+    vocabulary: int
+
+
+SIZES = (
+    Size("Llama-70B", 8192, 64, 8, 128, 128, 128256),
+    Size("DeepSeek-V2-Lite", 2048, 16, 16, 192, 128, 102400),
+    Size("SmolLM2-135M", 576, 9, 3, 64, 64, 49152),
+)
+OPS: tuple[Callable[[Size], None], ...] = (_norms, _cache, _attention, _tables)
+"""Calls of every op at a model's size."""
 
 
 def compile_launch(launch: Launch, size: str, capability: int) -> Report:
@@ -171,16 +246,16 @@ def _ptxas(ptx: str) -> tuple[int, int]:
 
 def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
     """Compile all cases for all cards; a launch that several cases share is compiled once."""
-    found = []
-    for size, call in CASES.items():
+    found, seen = [], set()
+    for size in SIZES:
         with recorded() as launches:
-            call()
-        seen = set()
+            for op in OPS:
+                op(size)
         for launch in launches:
-            key = (launch.kernel, repr(_specialise(launch.kernel.built, launch.arguments)))
-            if key not in seen:
-                seen.add(key)
-                found += [compile_launch(launch, size, c) for c in capabilities]
+            key = repr((launch.num_warps, _specialise(launch.kernel.built, launch.arguments)))
+            if (launch.kernel, key) not in seen:
+                seen.add((launch.kernel, key))
+                found += [compile_launch(launch, size.name, c) for c in capabilities]
     return found
 
 
