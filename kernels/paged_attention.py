@@ -156,7 +156,7 @@ def paged_attention(
         BLOCK_N=32 if wide else 64,
         BLOCK_D=max(16, power_of_two(width)),
         BLOCK_V=max(16, power_of_two(value_width)),
-        num_warps=8 if wide and block_m == 64 else 4,
+        num_warps=8 if block_m == 64 else 4,
         num_stages=2,
     )
     if mass is not None:

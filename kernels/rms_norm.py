@@ -105,7 +105,7 @@ def norm_backward(
         parts,
         eps,
         BLOCK=block,
-        num_warps=warps_for(block, lanes=8),
+        num_warps=warps_for(block, lanes=4),
     )
     return dx, dw.sum(0).to(weight.dtype)
 

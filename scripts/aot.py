@@ -11,11 +11,10 @@ for one block is a failure.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,18 +170,23 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
         launch: see `kernels.jit.recorded`. size: name of the case. capability: 80 or 90.
     """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = launch.kernel.built
     signature, constants, attributes = _specialise(kernel, launch.arguments)
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
-    )
-    registers, spilled = _ptxas(compiled.asm["ptx"])
+    said = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.compilation.always_compile = True  # a kernel from the cache says nothing
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
+    registers, spilled = _usage(said.getvalue())
     return Report(
         kernel.fn.__name__,
         size,
@@ -223,21 +227,8 @@ def _specialise(
     return signature, constants, attributes
 
 
-def _ptxas(ptx: str) -> tuple[int, int]:
-    """(registers a thread, bytes spilled) of one kernel's PTX, from ptxas' own words."""
-    from triton import knobs
-
-    found = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-    assert found
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        said = subprocess.run(
-            [knobs.nvidia.ptxas.path, "-v", f"-arch={found[1]}", str(path), "-o", os.devnull],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stderr
+def _usage(said: str) -> tuple[int, int]:
+    """(registers a thread, bytes spilled) of one kernel in ptxas' own words."""
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     assert registers and spills, f"ptxas said: {said}"
@@ -260,20 +251,23 @@ def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
 
 
 def table(found: list[Report]) -> str:
-    """A Markdown table, one line a kernel and size, cards side by side."""
+    """A Markdown table, one line a kernel and size: the worst of its builds, sm_80 / sm_90."""
     lines = [
-        "| kernel | size | warps | registers sm_80 / sm_90 | shared, bytes sm_80 / sm_90 | spilled |",
-        "|---|---|---|---|---|---|",
+        "| kernel | widths of | builds | warps | registers a thread | shared memory, bytes | spilled |",
+        "|---|---|---|---|---|---|---|",
     ]
-    pairs: dict[tuple[str, str, int], list[Report]] = {}
+    groups: dict[tuple[str, str], list[Report]] = {}
     for report in found:
-        pairs.setdefault((report.name, report.size, report.warps), []).append(report)
-    for (name, size, warps), group in sorted(pairs.items()):
-        registers, shared, spilled = (
-            " / ".join(f"{getattr(report, field):,}" for report in group)
-            for field in ("registers", "shared", "spilled")
-        )
-        lines.append(f"| `{name}` | {size} | {warps} | {registers} | {shared} | {spilled} |")
+        groups.setdefault((report.name, report.size), []).append(report)
+    for (name, size), group in sorted(groups.items()):
+        cells = [str(len(group) // len(SHARED_LIMIT)), str(max(r.warps for r in group))]
+        for field in ("registers", "shared", "spilled"):
+            worst = [
+                max(getattr(report, field) for report in group if report.capability == card)
+                for card in SHARED_LIMIT
+            ]
+            cells.append(" / ".join(f"{value:,}" for value in worst))
+        lines.append(" | ".join([f"| `{name}`", size, *cells]) + " |")
     return "\n".join(lines)
 
 
