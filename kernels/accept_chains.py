@@ -191,25 +191,26 @@ def accept_chains_kernel(
                 weight = tl.where((weight < 0) | (at == struck), 0.0, weight)  # NaN stays
                 mass += tl.sum(weight.to(tl.float64))
                 final = tl.maximum(final, tl.max(tl.where(weight > 0, at, -1)).to(tl.int64))
-            threshold = uniform * mass
-            running = tl.zeros([], tl.float64)
-            found = tl.full([], vocabulary, tl.int64)
-            for base in range(0, vocabulary, BLOCK):
-                at = base + lane
-                inside = at < vocabulary
-                weight = tl.load(target + row * vocabulary + at, inside, 0.0).to(tl.float32)
-                if law is not None:
-                    column = at.to(tl.int64)
-                    if columns is not None:
-                        column = tl.load(columns + at, inside, -1)
-                    place = (chain * most + count) * law_width + column
-                    read = inside & subtracts & (column >= 0)
-                    weight -= tl.load(law + place, read, 0.0).to(tl.float32)
-                weight = tl.where((weight < 0) | (at == struck), 0.0, weight)
-                reached = running + tl.cumsum(weight.to(tl.float64))
-                hit = tl.min(tl.where(reached > threshold, at, vocabulary)).to(tl.int64)
-                found = tl.minimum(found, hit)
-                running = tl.max(reached)
-            lawful = (mass > 0) & (mass < float("inf"))
-            token = tl.where(lawful, tl.minimum(found, final), -1)
+            token = tl.full([], -1, tl.int64)
+            if (mass > 0) & (mass < float("inf")):
+                threshold = uniform * mass
+                running = tl.zeros([], tl.float64)
+                found = tl.full([], vocabulary, tl.int64)
+                for base in range(0, vocabulary, BLOCK):
+                    at = base + lane
+                    inside = at < vocabulary
+                    weight = tl.load(target + row * vocabulary + at, inside, 0.0).to(tl.float32)
+                    if law is not None:
+                        column = at.to(tl.int64)
+                        if columns is not None:
+                            column = tl.load(columns + at, inside, -1)
+                        place = (chain * most + count) * law_width + column
+                        read = inside & subtracts & (column >= 0)
+                        weight -= tl.load(law + place, read, 0.0).to(tl.float32)
+                    weight = tl.where((weight < 0) | (at == struck), 0.0, weight)
+                    reached = running + tl.cumsum(weight.to(tl.float64))
+                    hit = tl.min(tl.where(reached > threshold, at, vocabulary)).to(tl.int64)
+                    found = tl.minimum(found, hit)
+                    running = tl.max(reached)
+                token = tl.minimum(found, final)
     tl.store(following + chain, token)

@@ -64,7 +64,7 @@ def copy_pages_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One page of one head, BLOCK_S slots at a time."""
-    move = tl.program_id(0)
+    move = tl.program_id(0).to(tl.int64)
     base = pool + tl.program_id(1).to(tl.int64) * head_stride
     origin = tl.load(source + move).to(tl.int64) * page_size
     place = tl.load(target + move).to(tl.int64) * page_size

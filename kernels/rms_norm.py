@@ -52,12 +52,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty_like(x)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = power_of_two(x.shape[1])
     if x.shape[0]:
         rms_norm_kernel[(x.shape[0],)](
-            x, weight, out, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=warps_for(block)
+            x,
+            weight.contiguous(),
+            out,
+            x.stride(0),
+            x.shape[1],
+            eps,
+            BLOCK=block,
+            num_warps=warps_for(block),
         )
     return out
 
@@ -73,7 +80,7 @@ def rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr):
     dtype = out.dtype.element_ty
     normed = (value * scale).to(dtype).to(tl.float32)
     result = normed * tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * stride + column, result.to(dtype), inside)
+    tl.store(out + row * size + column, result.to(dtype), inside)
 
 
 def norm_backward(
@@ -132,7 +139,8 @@ def norm_backward_kernel(
     inside = column < size
     scaled = tl.load(weight + column, inside, 0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for row in range(part, rows, parts):
+    for step in range(0, tl.cdiv(rows - part, parts)):
+        row = part + step * parts
         value = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
         slope = tl.load(grad + row * grad_stride + column, inside, 0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value) / size + eps)
