@@ -116,8 +116,7 @@ def accept_chains(
             most,
             size,
             0 if chains.law is None else chains.law.shape[2],
-            BLOCK=min(2048, power_of_two(size)),
-            num_warps=8,
+            BLOCK=min(1024, power_of_two(size)),
         )
     return kept, following
 
@@ -143,14 +142,14 @@ def accept_chains_kernel(
     """One chain: count what is kept, then draw in two passes over the row behind it."""
     chain = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + chain)
-    length = tl.load(starts + chain + 1) - first - 1
+    length = tl.load(starts + (chain + 1)) - first - 1
     is_greedy = tl.load(greedy + chain) != 0
     is_drawn = tl.load(drawn + chain) != 0
     going = length >= 0
     count = tl.zeros([], tl.int64)
     for step in range(0, length):
-        token = tl.load(drafts + chain * most + step)
-        agrees = token == tl.load(choices + first + step)
+        token = tl.load(drafts + (chain * most + step))
+        agrees = token == tl.load(choices + (first + step))
         if target is not None:
             column = token
             if columns is not None:
@@ -160,8 +159,8 @@ def accept_chains_kernel(
                 place = (chain * most + step) * law_width + column
                 q = tl.load(law + place, is_drawn & (column >= 0), 0.0).to(tl.float64)
                 q = tl.where(is_drawn, q, 1.0)
-            p = tl.load(target + (first + step) * vocabulary + token).to(tl.float64)
-            holds = tl.load(uniforms + chain * (most + 1) + step) * q < p
+            p = tl.load(target + ((first + step) * vocabulary + token)).to(tl.float64)
+            holds = tl.load(uniforms + (chain * (most + 1) + step)) * q < p
             agrees = tl.where(is_greedy, agrees, holds)
         going = going & agrees
         count += going.to(tl.int64)
@@ -171,9 +170,9 @@ def accept_chains_kernel(
     if target is not None:
         if not is_greedy:
             refused = count < length
-            struck = tl.load(drafts + chain * most + count, refused & (not is_drawn), -1)
+            struck = tl.load(drafts + (chain * most + count), refused & (not is_drawn), -1)
             subtracts = refused & is_drawn
-            uniform = tl.load(uniforms + chain * (most + 1) + length)
+            uniform = tl.load(uniforms + (chain * (most + 1) + length))
             lane = tl.arange(0, BLOCK)
             mass = tl.zeros([], tl.float64)
             final = tl.full([], -1, tl.int64)  # the last token with mass

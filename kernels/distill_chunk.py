@@ -193,4 +193,4 @@ def distill_chunk_kernel(
     tl.store(kl + row, loss - entropy)
     tl.store(acceptance + row, overlap)
     tl.store(tops + row, top_s.to(tl.int64))
-    tl.store(tops + count + row, top_t.to(tl.int64))
+    tl.store(tops + (count + row), top_t.to(tl.int64))

@@ -143,7 +143,7 @@ def compact_paths_kernel(
     begin = tl.load(first + sequence)
     column = tl.arange(0, BLOCK_D)
     for step in range(0, steps):
-        offset = tl.load(path + sequence * steps + step)
+        offset = tl.load(path + (sequence * steps + step))
         moves = offset > step  # -1 ends the path, and a row already in place stays
         inside = (column < width) & moves
         old, new = begin + offset, begin + step

@@ -117,4 +117,4 @@ def norm_concat_kernel(a, b, weight_a, weight_b, out, size, eps, BLOCK: tl.const
         scale = tl.rsqrt(tl.sum(right * right) / size + eps)
         right = (right * scale).to(dtype).to(tl.float32)
         right *= tl.load(weight_b + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * 2 * size + size + column, right.to(dtype), inside)
+    tl.store(out + (row * 2 + 1) * size + column, right.to(dtype), inside)

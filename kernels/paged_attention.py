@@ -217,7 +217,7 @@ def paged_attention_kernel(
     key_head = (tl.program_id(2) // SPLITS).to(tl.int64)
     split = tl.program_id(2) % SPLITS
     begin = tl.load(starts + sequence).to(tl.int64)
-    count = (tl.load(starts + sequence + 1) - begin).to(tl.int32)
+    count = (tl.load(starts + (sequence + 1)) - begin).to(tl.int32)
     length = tl.load(lengths + sequence).to(tl.int32)
     top = tl.program_id(0) * BLOCK_M
     if top >= count * GROUP:

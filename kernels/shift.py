@@ -129,10 +129,10 @@ def shift_insert_kernel(tokens, starts, last_rows, next_tokens, out, BLOCK: tl.c
     """One sequence, BLOCK rows at a time."""
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1).to(tl.int64)
+    end = tl.load(starts + (sequence + 1)).to(tl.int64)
     last = tl.load(last_rows + sequence)
     inserted = tl.load(next_tokens + sequence).to(out.dtype.element_ty)
     for base in range(begin, end, BLOCK):
         row = base + tl.arange(0, BLOCK)
-        token = tl.load(tokens + row + 1, row + 1 < end, 0)
+        token = tl.load(tokens + (row + 1), row + 1 < end, 0)
         tl.store(out + row, tl.where(row == last, inserted, token), row < end)

@@ -25,14 +25,17 @@ from torch import Tensor
 
 from ..kernels.accept_chains import Chains, accept_chains
 from ..kernels.add_norm import add_norm
+from ..kernels.distill_chunk import distill_chunk
 from ..kernels.jit import Launch, recorded
 from ..kernels.kv_append import kv_append
 from ..kernels.kv_move import compact_paths, copy_pages
 from ..kernels.norm_concat import norm_concat
 from ..kernels.paged_attention import PagedRows, paged_attention
 from ..kernels.place_rows import place_rows
+from ..kernels.renormalise import renormalise
 from ..kernels.rms_norm import rms_norm
 from ..kernels.shift import shift_insert
+from ..kernels.ttt_attention import ttt_attention
 from ..models.files import atomic_write_bytes
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -53,6 +56,9 @@ class Report:
     registers: int
     shared: int
     spilled: int
+    narrow: int
+    """Additions of a 32-bit number to a scalar pointer: offsets of rows, heads and sequences, which
+    overflow in a large pool."""
 
     @property
     def faults(self) -> list[str]:
@@ -60,11 +66,13 @@ class Report:
         limit = SHARED_LIMIT[self.capability]
         faults = []
         if self.spilled:
-            faults.append(f"spills {self.spilled} bytes")
+            faults.append(f"spills {self.spilled} bytes: a smaller block or more warps")
         if self.registers > REGISTER_LIMIT:
-            faults.append(f"takes {self.registers} registers, more than {REGISTER_LIMIT}")
+            faults.append(f"takes {self.registers} registers of {REGISTER_LIMIT}: more warps")
         if self.shared > limit:
-            faults.append(f"takes {self.shared} bytes of shared memory, more than {limit}")
+            faults.append(f"takes {self.shared} bytes of {limit}: a smaller block or fewer stages")
+        if self.narrow:
+            faults.append(f"adds {self.narrow} offsets of 32 bits to a pointer: make them int64")
         return faults
 
 
@@ -123,6 +131,26 @@ def _attention(model: Size) -> None:
         paged_attention(q, keys, values, batch, scaling=0.1)
 
 
+def _training(model: Size) -> None:
+    tokens, steps = 4096, 2
+    q, *keys = (
+        _meta(tokens, heads, model.key_width, grad=True).transpose(0, 1)
+        for heads in (model.heads, *[model.key_heads] * (1 + steps))
+    )
+    values = [
+        _meta(tokens, model.key_heads, model.value_width, grad=True).transpose(0, 1)
+        for _ in range(1 + steps)
+    ]
+    for chain in (0, steps):
+        ends = slice(1, 1 + chain)
+        out = ttt_attention(
+            q, keys[0], values[0], keys[ends], values[ends], [0, 1000, tokens], scaling=0.1
+        )
+        _differentiate(out)
+    logits = _meta(512, model.vocabulary)
+    distill_chunk(logits, logits, _integers(512))
+
+
 def _tables(model: Size) -> None:
     shift_insert(_integers(256), _integers(65), _integers(64), _integers(64))
     place_rows(_integers(64), _integers(64), _meta(64, 512, dtype=torch.int32), 16, 4)
@@ -139,6 +167,8 @@ def _tables(model: Size) -> None:
         )
         target = _meta(256, model.vocabulary, dtype=torch.float32)
         accept_chains(chains, _integers(256), target)
+    share = _meta(64, dtype=torch.float32)
+    renormalise(_meta(64, model.vocabulary, dtype=torch.float32), share, _integers(64), share, share)
 
 
 @dataclass(frozen=True)
@@ -159,7 +189,13 @@ SIZES = (
     Size("DeepSeek-V2-Lite", 2048, 16, 16, 192, 128, 102400),
     Size("SmolLM2-135M", 576, 9, 3, 64, 64, 49152),
 )
-OPS: tuple[Callable[[Size], None], ...] = (_norms, _cache, _attention, _tables)
+OPS: tuple[Callable[[Size], None], ...] = (
+    _norms,
+    _cache,
+    _attention,
+    _training,
+    _tables,
+)
 """Calls of every op at a model's size."""
 
 
@@ -195,6 +231,7 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
         registers,
         compiled.metadata.shared,
         spilled,
+        len(re.findall(r"tt\.addptr .*: !tt\.ptr<[^>]*>, i32", compiled.asm["ttir"])),
     )
 
 
@@ -284,11 +321,8 @@ def main(arguments: list[str]) -> int:
         atomic_write_bytes(page, f"{head}{begin}\n{text}\n{end}{tail}".encode())
     faults = [(report, fault) for report in found for fault in report.faults]
     for report, fault in faults:
-        print(
-            f"{report.name} ({report.size}, sm_{report.capability}): {fault}; use a smaller block "
-            "or more warps",
-            file=sys.stderr,
-        )
+        place = f"{report.name} ({report.size}, sm_{report.capability})"
+        print(f"{place}: {fault}", file=sys.stderr)
     return 1 if faults else 0
 
 
