@@ -80,9 +80,7 @@ def accept_chains_reference(
     return kept, following
 
 
-def accept_chains(
-    chains: Chains, choices: Tensor, target: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def accept_chains(chains: Chains, choices: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
     """Judge every chain.
 
     Args:

@@ -1,6 +1,6 @@
 """New keys and values into their slots of the pool.
 
-    keys[:, slots[n]] = k[:, n]        values[:, slots[n]] = v[:, n]        rows with slot -1 nowhere
+keys[:, slots[n]] = k[:, n]        values[:, slots[n]] = v[:, n]        rows with slot -1 nowhere
 """
 
 from __future__ import annotations

@@ -90,9 +90,7 @@ def compact_paths_reference(
     pool[:, slots[1]] = pool[:, slots[0]]
 
 
-def compact_paths(
-    pool: Tensor, pages: Tensor, page_size: int, first: Tensor, path: Tensor
-) -> None:
+def compact_paths(pool: Tensor, pages: Tensor, page_size: int, first: Tensor, path: Tensor) -> None:
     """Close up the kept rows of one layer's keys or values, in place.
 
     Args:

@@ -83,9 +83,7 @@ def renormalise(
 
 
 @Kernel
-def renormalise_kernel(
-    logits, temperature, top_k, top_p, min_p, out, size, BLOCK: tl.constexpr
-):
+def renormalise_kernel(logits, temperature, top_k, top_p, min_p, out, size, BLOCK: tl.constexpr):
     """One row. `out` holds z between the passes."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * size

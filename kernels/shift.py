@@ -99,9 +99,7 @@ def shift_insert_reference(
     return insert_next(shift_tokens(tokens, starts, 1), last_rows, next_tokens)
 
 
-def shift_insert(
-    tokens: Tensor, starts: Tensor, last_rows: Tensor, next_tokens: Tensor
-) -> Tensor:
+def shift_insert(tokens: Tensor, starts: Tensor, last_rows: Tensor, next_tokens: Tensor) -> Tensor:
     """The head's tokens of a batch that the target has just computed, in one launch.
 
     Rows behind a sequence's last true row (rejected drafts, which stay in the batch so that its

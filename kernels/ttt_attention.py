@@ -91,9 +91,7 @@ def ttt_attention(
     """
     bounds = _check(q, k0, v0, chain_k, chain_v, starts, window)
     if use_triton(q):
-        return ttt_attention_fused(
-            q, k0, v0, chain_k, chain_v, bounds, scaling, window, softcap
-        )
+        return ttt_attention_fused(q, k0, v0, chain_k, chain_v, bounds, scaling, window, softcap)
     plan = _Plan(bounds, scaling, window, softcap, len(chain_k))
     return _TTTAttention.apply(plan, q, k0, v0, *chain_k, *chain_v)
 

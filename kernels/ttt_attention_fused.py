@@ -92,12 +92,8 @@ class _Fused(torch.autograd.Function):
         num_kv = k0.shape[0]
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         delta = (grad.float() * out.float()).sum(-1).contiguous()  # [Hq, N]
-        grad_q = torch.empty(
-            q.shape, dtype=torch.float32 if steps else q.dtype, device=q.device
-        )
-        grad_k0, grad_v0 = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k0, v0)
-        )
+        grad_q = torch.empty(q.shape, dtype=torch.float32 if steps else q.dtype, device=q.device)
+        grad_k0, grad_v0 = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k0, v0))
         inputs = ctx.plan, documents, q, k0, v0
         _launch(causal_query_kernel, *inputs, grad, mass, delta=delta, slopes=(grad_q,))
         _launch(causal_key_kernel, *inputs, grad, mass, delta=delta, slopes=(grad_k0, grad_v0))

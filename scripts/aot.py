@@ -42,7 +42,6 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory that one block can have, bytes, by compute capability (CUDA C++ programming guide,
 table of technical specifications)."""
 REGISTER_LIMIT = 255
-_MARKS = "<!-- aot -->", "<!-- /aot -->"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Report:
     narrow: int
     """Additions of a 32-bit number to a scalar pointer: offsets of rows, heads and sequences, which
     overflow in a large pool."""
+    products: str
+    """The matrix instruction and its input type; empty where nothing is multiplied."""
 
     @property
     def faults(self) -> list[str]:
@@ -168,7 +169,9 @@ def _tables(model: Size) -> None:
         target = _meta(256, model.vocabulary, dtype=torch.float32)
         accept_chains(chains, _integers(256), target)
     share = _meta(64, dtype=torch.float32)
-    renormalise(_meta(64, model.vocabulary, dtype=torch.float32), share, _integers(64), share, share)
+    renormalise(
+        _meta(64, model.vocabulary, dtype=torch.float32), share, _integers(64), share, share
+    )
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,7 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
         compiled.metadata.shared,
         spilled,
         len(re.findall(r"tt\.addptr .*: !tt\.ptr<[^>]*>, i32", compiled.asm["ttir"])),
+        _products(compiled.asm["ptx"]),
     )
 
 
@@ -264,6 +268,13 @@ def _specialise(
     return signature, constants, attributes
 
 
+def _products(ptx: str) -> str:
+    found = {
+        f"{name} {kind}" for name, kind in re.findall(r"\b(wgmma|mma)\S*?\.(bf16|f16|tf32)\b", ptx)
+    }
+    return ", ".join(sorted(found))
+
+
 def _usage(said: str) -> tuple[int, int]:
     """(registers a thread, bytes spilled) of one kernel in ptxas' own words."""
     registers = re.search(r"Used (\d+) registers", said)
@@ -288,10 +299,12 @@ def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
 
 
 def table(found: list[Report]) -> str:
-    """A Markdown table, one line a kernel and size: the worst of its builds, sm_80 / sm_90."""
+    """A Markdown table, one line a kernel and size: the worst of its builds, sm_80 / sm_90, and the
+    matrix instructions of any."""
     lines = [
-        "| kernel | widths of | builds | warps | registers a thread | shared memory, bytes | spilled |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | widths of | builds | warps | registers a thread | shared memory, bytes "
+        "| spilled | products |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[Report]] = {}
     for report in found:
@@ -304,8 +317,22 @@ def table(found: list[Report]) -> str:
                 for card in SHARED_LIMIT
             ]
             cells.append(" / ".join(f"{value:,}" for value in worst))
+        cells.append(", ".join(sorted({r.products for r in group} - {""})))
         lines.append(" | ".join([f"| `{name}`", size, *cells]) + " |")
     return "\n".join(lines)
+
+
+def renewed(page: str, mark: str, text: str) -> str:
+    """A Markdown page with the text between `<!-- mark -->` and `<!-- /mark -->` replaced.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    if begin not in page or end not in page:
+        raise ValueError(f"the page has no {begin} … {end} to put the table between; add the marks")
+    head, _, rest = page.partition(begin)
+    return f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
 
 
 def main(arguments: list[str]) -> int:
@@ -315,10 +342,7 @@ def main(arguments: list[str]) -> int:
     print(text)
     if arguments:
         page = Path(arguments[0])
-        old, (begin, end) = page.read_text(), _MARKS
-        head, _, rest = old.partition(begin)
-        tail = rest.partition(end)[2]
-        atomic_write_bytes(page, f"{head}{begin}\n{text}\n{end}{tail}".encode())
+        atomic_write_bytes(page, renewed(page.read_text(), "aot", text).encode())
     faults = [(report, fault) for report in found for fault in report.faults]
     for report, fault in faults:
         place = f"{report.name} ({report.size}, sm_{report.capability})"

@@ -78,9 +78,7 @@ def _batch(
             tensor[:, places] = torch.randn(*shape, generator=generator).to(dtype)
     starts = torch.tensor([0, *counts]).cumsum(0)
     q = torch.randn(int(starts[-1]), heads[0], widths[0], generator=generator).to(dtype)
-    rows = PagedRows(
-        starts, torch.tensor(lengths), pages, page_size, max(counts), max(lengths)
-    )
+    rows = PagedRows(starts, torch.tensor(lengths), pages, page_size, max(counts), max(lengths))
     return q.transpose(0, 1), keys, values, rows
 
 
