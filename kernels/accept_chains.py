@@ -10,7 +10,8 @@ Each sequence has k drafts and k + 1 rows of the target. Its own flag says how i
 The law is `accept.accept_sampled`'s, which is the definition. Cumulative sums are taken in float64
 as there; they add in blocks, so a uniform within 1e-15 of an edge can fall on its other side.
 
-Legend: B sequences, K the most drafts of any, N = sum(k + 1) rows, V vocabulary, Vd draft vocabulary.
+Legend: B sequences, K the most drafts of any, N = sum(k + 1) rows, V vocabulary, Vd draft
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keys and values that change their place in the pool: whole pages, and the kept path of a tree.
 
-    copy_pages      page target[m] = page source[m]                     a shared page that is written
-    compact_paths   position first[b] + j = position first[b] + path[b, j]     after a verification
+    copy_pages      page target[m] = page source[m]               a shared page that is written
+    compact_paths   position first[b] + j = position first[b] + path[b, j]    after verification
 
 A path ascends, path[b, j] >= j, so a row is read before anything is written over it when rows move
 in order; one program moves one sequence's rows of one head in that order.

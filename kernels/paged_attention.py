@@ -5,10 +5,10 @@ Sequence b has n_b rows, the last of which stands at position lengths_b - 1; row
 positions 0 .. lengths_b - n_b + i of its own sequence, where position p lies in slot
 pages[b, p // page_size] * page_size + p % page_size:
 
-    out_i = sum_j softmax_j(scaling * q_i . k_j) v_j       the causal attention of `causal_attention`
+    out_i = sum_j softmax_j(scaling * q_i . k_j) v_j      the causal attention of `causal_attention`
 
-On a GPU the query heads that share a key head are lines of one tile, so each key is read once for
-all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position and
+On a GPU the query heads that share a key head are lines of one tile, so a tile reads each key once
+for all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position and
 the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so what runs
 beside a sequence does not change its result.
 

@@ -4,8 +4,8 @@
     slots[b, j]     = pages[b, positions // page_size] * page_size + positions % page_size
 
 `first` moves by the number of tokens a verification kept, which only the device knows yet. Rows at
-or behind a sequence's limit get slot -1: they are computed with the rest, so that shapes stay fixed,
-and stored nowhere.
+or behind a sequence's limit get slot -1: they are computed with the rest, so that shapes stay
+fixed, and stored nowhere.
 """
 
 from __future__ import annotations

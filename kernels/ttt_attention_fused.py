@@ -418,8 +418,8 @@ def causal_key_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dK and dV of BLOCK_M keys of one key head, over the query heads of its group and their queries
-    in order, BLOCK_N at a time; both are contiguous."""
+    """dK and dV of BLOCK_M keys of one key head, over the query heads of its group and their
+    queries in order, BLOCK_N at a time; both are contiguous."""
     key_head = tl.program_id(1).to(tl.int64)
     top = tl.program_id(0) * BLOCK_M
     at = top + tl.arange(0, BLOCK_M)

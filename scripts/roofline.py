@@ -43,8 +43,8 @@ class Work:
     """One op on one workload.
 
     Attributes:
-        bytes, operations: formulae over the model's H (hidden), Q and G (query and key heads), D and
-            E (key and value width), V (vocabulary) and the workload's own numbers.
+        bytes, operations: formulae over the model's H (hidden), Q and G (query and key heads), D
+            and E (key and value width), V (vocabulary) and the workload's own numbers.
         matrix: whether the operations are matrix products.
     """
 

@@ -29,8 +29,8 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_within_the_limits_of_both_cards():
-    """No spill, no overrun, no narrow offset; the page knows every kernel, and bfloat16 products run
-    on matrix units although loads are widened."""
+    """No spill, no overrun, no narrow offset; the page knows every kernel, and bfloat16 products
+    run on matrix units although loads are widened."""
     pytest.importorskip("triton")
     done = _python("-m", "draftsmith.scripts.aot")
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,8 @@ def test_ptxas_and_ptx_are_read():
     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 400 bytes cmem[0]"""
     assert _usage(said) == (255, 20)
-    ptx = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ...; mma.sync.aligned.m16n8k8.row.col.f32.tf32"
+    ptx = """wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {...};
+    mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {...};"""
     assert _products(ptx) == "mma tf32, wgmma bf16"
     assert _products("add.f32") == ""
 

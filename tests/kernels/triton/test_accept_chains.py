@@ -15,7 +15,7 @@ LENGTHS = (3, 0, 2, 3, 1, 2)
 
 def _batch(seed: int, size: int, reduced: int | None) -> tuple[Chains, Tensor, Tensor]:
     """Six chains, greedy and sampled, drawn and chosen, one without drafts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)

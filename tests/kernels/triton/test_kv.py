@@ -39,8 +39,8 @@ def test_rows_go_to_their_slots_and_nowhere_else(rows: int, width: int, value_wi
     if rows > 1:
         places[1] = -1
         k[:, 1] = NAN
-    kv_append(*pools[0], k, v, places)
-    kv_append_reference(*pools[1], k, v, places)
+    kv_append(pools[0][0], pools[0][1], k, v, places)
+    kv_append_reference(pools[1][0], pools[1][1], k, v, places)
     for one, other in zip(*pools, strict=True):
         assert _same(one, other)
 

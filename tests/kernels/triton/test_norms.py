@@ -18,10 +18,12 @@ EPS = 1e-5
 
 
 def _inputs(rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Two [rows, size] inputs of very different row sizes and two weights, all with a gradient."""
-    generator = torch.Generator().manual_seed(rows + size)
-    scale = torch.logspace(-1, 1, max(rows, 1), dtype=torch.float64)[:rows, None]
-    inputs = [torch.randn(rows, size, generator=generator) * scale for _ in range(2)]
+    """Two [rows, size] inputs of very different row sizes, no value close to 0 (the derivative of a
+    row of one value is a difference of equals over it), and two weights, all with a gradient."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(rows + size)
+    scale = torch.logspace(-1, 2, max(rows, 1), dtype=torch.float64)[:rows, None]
+    inputs = [torch.randn(rows, size, generator=generator) for _ in range(2)]
+    inputs = [(x + x.sign()) * scale for x in inputs]
     weights = [torch.rand(size, generator=generator) + 0.5 for _ in range(2)]
     return [tensor.to(dtype).requires_grad_() for tensor in (*inputs, *weights)]
 
@@ -53,8 +55,8 @@ def test_both_halves_are_normed_and_laid_side_by_side(
     """No row, one value, odd widths, more rows than programs of the backward pass."""
     monkeypatch.setattr(module, "_PARTS", 4)
     _assert_alike(
-        lambda *x: (norm_concat(*x, EPS),),
-        lambda *x: (norm_concat_reference(*x, EPS),),
+        lambda a, b, v, w: (norm_concat(a, b, v, w, EPS),),
+        lambda a, b, v, w: (norm_concat_reference(a, b, v, w, EPS),),
         _inputs(rows, size, dtype),
     )
 

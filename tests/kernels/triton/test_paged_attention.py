@@ -60,7 +60,7 @@ def _batch(
 ) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
     """Random rows over randomly scattered pages; everything that must not be read is NaN, and page
     ids that must not be read are nonsense."""
-    generator = torch.Generator().manual_seed(len(counts))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(len(counts))
     most = -(-max(lengths) // page_size) + 1
     slots = page_size * (len(counts) * most + 3)
     keys, values = (

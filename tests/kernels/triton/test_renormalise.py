@@ -25,7 +25,7 @@ def _settings(size: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("ties", [False, True])
 def test_equals_the_definition(size: int, ties: bool):
     """Continuous logits, and logits on a coarse grid, where many tokens share an edge."""
-    generator = torch.Generator().manual_seed(size)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(size)
     logits = torch.randn(6, size, generator=generator) * 3
     logits = (logits * 2).round() / 2 if ties else logits
     out = renormalise(logits, *_settings(size))

@@ -30,7 +30,7 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Tensor], Tensor]:
     """q, k0, v0, chain keys, chain values, as rows of a packed [N, heads, width] buffer."""
-    generator = torch.Generator().manual_seed(sum(lengths) + 7 * steps)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(sum(lengths) + 7 * steps)
 
     def make(num_heads: int, width: int) -> Tensor:
         rows = torch.randn(sum(lengths), num_heads, width, generator=generator)
