@@ -8,9 +8,9 @@ pages[b, p // page_size] * page_size + p % page_size:
     out_i = sum_j softmax_j(scaling * q_i . k_j) v_j      the causal attention of `causal_attention`
 
 On a GPU the query heads that share a key head are lines of one tile, so a tile reads each key once
-for all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position and
-the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so what runs
-beside a sequence does not change its result.
+for all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position
+and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so what
+runs beside a sequence does not change its result.
 
 Legend: B sequences, N rows in all, Hq = G * Hk query heads, S slots, P pages of the longest, D key
 width, Dv value width.
