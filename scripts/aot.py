@@ -129,7 +129,9 @@ def _attention(model: Size) -> None:
             _integers(9), _integers(8), _meta(8, 2048, dtype=torch.int32), 16, rows, longest
         )
         q = _meta(8 * rows, model.heads, model.key_width).transpose(0, 1)
-        paged_attention(q, keys, values, batch, scaling=0.1)
+        paged_attention(
+            q, keys, values, batch, scaling=0.1, window=model.window, softcap=model.softcap
+        )
 
 
 def _training(model: Size) -> None:
@@ -143,13 +145,20 @@ def _training(model: Size) -> None:
         for _ in range(1 + steps)
     ]
     for chain in (0, steps):
-        ends = slice(1, 1 + chain)
         out = ttt_attention(
-            q, keys[0], values[0], keys[ends], values[ends], [0, 1000, tokens], scaling=0.1
+            q,
+            keys[0],
+            values[0],
+            keys[1 : 1 + chain],
+            values[1 : 1 + chain],
+            [0, 1000, tokens],
+            scaling=0.1,
+            window=model.window,
+            softcap=model.softcap,
         )
         _differentiate(out)
     logits = _meta(512, model.vocabulary)
-    distill_chunk(logits, logits, _integers(512))
+    distill_chunk(logits, logits, _integers(512), softcap=model.softcap)
 
 
 def _tables(model: Size) -> None:
@@ -185,6 +194,8 @@ class Size:
     key_width: int
     value_width: int
     vocabulary: int
+    window: int | None = None
+    softcap: float | None = None
 
 
 SIZES = (
@@ -192,6 +203,8 @@ SIZES = (
     Size("DeepSeek-V2-Lite", 2048, 16, 16, 192, 128, 102400),
     Size("SmolLM2-135M", 576, 9, 3, 64, 64, 49152),
 )
+CAPPED = Size("Gemma-2-2B", 2304, 8, 4, 256, 256, 256000, window=4096, softcap=50.0)
+"""A model with a window and soft caps, for the ops that know them."""
 OPS: tuple[Callable[[Size], None], ...] = (
     _norms,
     _cache,
@@ -286,9 +299,9 @@ def _usage(said: str) -> tuple[int, int]:
 def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
     """Compile all cases for all cards; a launch that several cases share is compiled once."""
     found, seen = [], set()
-    for size in SIZES:
+    for size in (*SIZES, CAPPED):
         with recorded() as launches:
-            for op in OPS:
+            for op in (_attention, _training) if size is CAPPED else OPS:
                 op(size)
         for launch in launches:
             key = repr((launch.num_warps, _specialise(launch.kernel.built, launch.arguments)))

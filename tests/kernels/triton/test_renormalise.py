@@ -35,6 +35,22 @@ def test_equals_the_definition(size: int, ties: bool):
     torch.testing.assert_close(out.sum(1), torch.ones(6))
 
 
+@pytest.mark.parametrize("size", [49152, 151936])
+def test_real_vocabularies(size: int):
+    """Both edges are found over many blocks, the last of them not full."""
+    logits = torch.randn(1, size) * 2
+    settings = (
+        torch.tensor([0.8]),
+        torch.tensor([1000]),
+        torch.tensor([0.9]),
+        torch.tensor([0.001]),
+    )
+    out = renormalise(logits, *settings)
+    expected = renormalise_reference(logits.double(), *(s.double() for s in settings))
+    assert torch.equal(out > 0, expected > 0) and 10 < int((out > 0).sum()) < 1000
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_engines_sampler_gives_the_same_law(dtype: torch.dtype):
     """Where no two logits are equal, this is `inference.sampler.probabilities`."""
