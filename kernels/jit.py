@@ -1,6 +1,7 @@
 """Triton kernels that are built, and Triton imported, at their first launch; and who picks them.
 
-A machine without Triton imports every op and runs the plain form. `DRAFTSMITH_KERNELS` picks:
+A machine without Triton imports every op and runs the plain form. `DRAFTSMITH_KERNELS`, read when
+the first op runs, picks:
 
     auto        Triton for tensors on a CUDA device where Triton is installed, else the plain form
     reference   the plain form everywhere
@@ -92,6 +93,19 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
+@functools.cache
+def choice() -> str:
+    """What the environment asks for; read once, for ops are called thousands of times a second.
+
+    Raises:
+        ValueError: an unknown choice.
+    """
+    asked = os.environ.get(VARIABLE, "auto")
+    if asked not in CHOICES:
+        raise ValueError(f"{VARIABLE}={asked!r}: choose one of {', '.join(CHOICES)}")
+    return asked
+
+
 def use_triton(like: Tensor) -> bool:
     """Whether an op on tensors like this one runs its Triton form (see the module's table).
 
@@ -100,13 +114,13 @@ def use_triton(like: Tensor) -> bool:
     """
     if _recorded is not None:
         return True
-    choice = os.environ.get(VARIABLE, "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"{VARIABLE}={choice!r}: choose one of {', '.join(CHOICES)}")
-    if choice == "reference" or like.dtype == torch.float64:
+    asked = choice()
+    if asked == "reference" or (asked == "auto" and not like.is_cuda):
         return False
-    if choice == "auto":
-        return like.is_cuda and installed()
+    if like.dtype == torch.float64:
+        return False
+    if asked == "auto":
+        return installed()
     if not installed():
         raise ValueError(
             f"{VARIABLE}=triton, but the package triton is not installed: pip install triton, or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,22 +16,34 @@ from draftsmith.kernels.rms_norm import rms_norm
 X = torch.zeros(1)
 
 
-def test_the_choice_by_device(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the variable as if the process began with it."""
+
+    def set_variable(word: str) -> None:
+        monkeypatch.setenv(jit.VARIABLE, word)
+        jit.choice.cache_clear()
+
+    yield set_variable
+    jit.choice.cache_clear()
+
+
+def test_the_choice_by_device(choose: Callable[[str], None]):
     """On a CPU `auto` and `reference` are the plain form; float64 is plain under any choice."""
     for choice, expected in {"auto": False, "reference": False, "triton": True}.items():
-        monkeypatch.setenv("DRAFTSMITH_KERNELS", choice)
+        choose(choice)
         assert use_triton(X) is expected
         assert not use_triton(X.double())
-    monkeypatch.delenv("DRAFTSMITH_KERNELS")
-    assert not use_triton(X)
 
 
-def test_choices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_choices_that_cannot_be_are_refused(
+    choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
     """An unknown word, Triton asked for on a CPU, Triton asked for and absent."""
-    monkeypatch.setenv("DRAFTSMITH_KERNELS", "fast")
+    choose("fast")
     with pytest.raises(ValueError, match="'fast': choose one of auto, reference, triton"):
         use_triton(X)
-    monkeypatch.setenv("DRAFTSMITH_KERNELS", "triton")
+    choose("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="tensors are on cpu.*TRITON_INTERPRET=1"):
         use_triton(X)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.kernels import jit
 from draftsmith.kernels.jit import interpreting
 
 
@@ -19,7 +20,7 @@ from draftsmith.kernels.jit import interpreting
 def triton_form(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> Iterator[None]:
     """The ops pick Triton; without the interpreter new tensors lie on the GPU."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("DRAFTSMITH_KERNELS", "triton")
+    monkeypatch.setattr(jit, "choice", lambda: "triton")
     if not interpreting() and not torch.cuda.is_available():
         pytest.skip("TRITON_INTERPRET=0 and no GPU")
     torch.manual_seed(0)
