@@ -9,8 +9,8 @@ pages[b, p // page_size] * page_size + p % page_size:
 
 On a GPU the query heads that share a key head are lines of one tile, so a tile reads each key once
 for all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position
-and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so what
-runs beside a sequence does not change its result.
+and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so among
+batches of equal `most_rows` a sequence's sums do not depend on what runs beside it.
 
 Legend: B sequences, N rows in all, Hq = G * Hk query heads, S slots, P pages of the longest, D key
 width, Dv value width.

@@ -101,7 +101,7 @@ def test_equals_the_definition(name: str, dtype: torch.dtype, monkeypatch: pytes
 
 @pytest.mark.parametrize("span", [1024, 64])
 def test_a_sequence_does_not_feel_its_neighbours(span: int, monkeypatch: pytest.MonkeyPatch):
-    """Bit for bit the same alone and beside a longer one, in pieces or not."""
+    """Bit for bit the same alone and beside a longer one with as many rows, in pieces or not."""
     monkeypatch.setattr(module, "_SPAN", span)
     q, keys, values, rows = _batch([2, 2], [50, 150], (4, 2), (16, 16))
     together = paged_attention(q, keys, values, rows, scaling=0.3)
