@@ -7,7 +7,8 @@ the first op runs, picks:
     reference   the plain form everywhere
     triton      Triton, or an error that says what is missing (TRITON_INTERPRET=1 runs it on a CPU)
 
-Kernels compute in float32 at most, so float64 tensors take the plain form under any choice.
+Kernels widen states and logits to float32 and no further, so float64 tensors take the plain form
+under any choice.
 """
 
 from __future__ import annotations
