@@ -3,6 +3,7 @@ see."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.causal_attention import causal_attention
+from ..kernels.jit import use_triton
+from ..kernels.kv_append import kv_append
+from ..kernels.paged_attention import PagedRows, paged_attention
 from .pages import KVPool
 from .sequence import Sequence
 
@@ -85,6 +89,27 @@ class Batch:
         ]
 
     @cached_property
+    def paged(self) -> PagedRows:
+        """Rows, lengths and page tables as paged attention takes them; tables are filled up with
+        page 0, which is not read there."""
+        size = self.sequences[0].page_size
+        counts = [-(-length // size) for length in self.lengths]
+        tables = [
+            sequence.pages[:count] + [0] * (max(counts) - count)
+            for sequence, count in zip(self.sequences, counts, strict=True)
+        ]
+        device = self.tokens.device
+        most = max(end - first for first, end in itertools.pairwise(self.starts))
+        return PagedRows(
+            torch.tensor(self.starts, device=device),
+            torch.tensor(self.lengths, device=device),
+            torch.tensor(tables, dtype=torch.int32, device=device),
+            size,
+            most,
+            max(self.lengths),
+        )
+
+    @cached_property
     def write(self) -> slice | Tensor:
         """The slots of all rows: a slice where they are neighbours, else `slots`."""
         if len(self.sequences) == 1 and isinstance(self.reads[0], slice):
@@ -132,6 +157,18 @@ class PagedContext:
         """See `models.attention.AttentionContext`."""
         batch = self.batch
         keys, values = self.pool.layer(self.first_layer + layer, k[0], v[0])
+        if use_triton(k):
+            kv_append(keys, values, k[0], v[0], batch.slots)
+            out = paged_attention(
+                q[0],
+                keys,
+                values,
+                batch.paged,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+            )
+            return out[None]
         if isinstance(batch.write, slice):
             keys[:, batch.write] = k[0]
             values[:, batch.write] = v[0]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels.accept import DraftLaw, draw
 from ..kernels.packed_linear import PackedLinear
-from ..kernels.shift import insert_next, shift_tokens
+from ..kernels.shift import shift_insert
 from ..models.heads import Head, HeadFunction, HeadStep
 from ..models.target import Target
 from .batch import Batch, PagedContext
@@ -88,7 +88,7 @@ class HeadDrafter:
         """Refill rows from true states: row p holds (h_p, x_{p+1}) in the target's own slots."""
         starts = torch.tensor(batch.starts)
         following = torch.tensor(next_tokens, dtype=torch.int64, device=batch.tokens.device)
-        tokens = insert_next(shift_tokens(batch.tokens, starts, 1), batch.last_rows, following)
+        tokens = shift_insert(batch.tokens, starts, batch.last_rows, following)
         out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
         before = {one.id: self._carried.get(one.id) for one in batch.sequences}
         for index, (sequence, row) in enumerate(

@@ -64,7 +64,20 @@ def accept_sampled(
     Returns:
         (number kept, the next token).
     """
-    assert target.shape[0] == len(drafts) + 1 == len(uniforms)
+    assert len(uniforms) == len(drafts) + 1
+    kept, weights = keep_sampled(drafts, law, target, uniforms)
+    return kept, draw(weights, uniforms[-1])
+
+
+def keep_sampled(
+    drafts: list[int], law: DraftLaw | None, target: Tensor, uniforms: list[float]
+) -> tuple[int, Tensor]:
+    """`accept_sampled` without its last draw.
+
+    Returns:
+        (number kept, the weights [V] to draw the next token from, not normalised).
+    """
+    assert target.shape[0] == len(drafts) + 1
     dense = None if law is None else law.dense(target.shape[1])
     for row, token in enumerate(drafts):
         p = target[row]
@@ -77,8 +90,8 @@ def accept_sampled(
             residual[token] = 0
         else:
             residual = (p - dense[row]).clamp_(min=0)
-        return row, draw(residual, uniforms[-1])
-    return len(drafts), draw(target[-1], uniforms[-1])
+        return row, residual
+    return len(drafts), target[-1]
 
 
 def draw(weights: Tensor, uniform: float) -> int:

@@ -10,13 +10,20 @@ step k of row p:  token x_{p+1+k}, predicts x_{p+2+k}, teacher softmax(lm_head(n
 ```
 Several rows lie end to end in one packed buffer; `starts` marks their borders (starts[0] = 0,
 starts[-1] = N) and nothing is ever shifted across one. Legend: N packed positions, R rows, K unroll
-steps.
+steps, B sequences of a batch.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from .jit import Kernel, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def row_ends(starts: Tensor) -> Tensor:
@@ -83,3 +90,47 @@ def insert_next(shifted: Tensor, last_rows: Tensor, next_tokens: Tensor) -> Tens
         [N], a new tensor.
     """
     return shifted.index_copy(0, last_rows, next_tokens.to(shifted.dtype))
+
+
+def shift_insert_reference(
+    tokens: Tensor, starts: Tensor, last_rows: Tensor, next_tokens: Tensor
+) -> Tensor:
+    """The plain definition of `shift_insert`: a shift by one, completed."""
+    return insert_next(shift_tokens(tokens, starts, 1), last_rows, next_tokens)
+
+
+def shift_insert(tokens: Tensor, starts: Tensor, last_rows: Tensor, next_tokens: Tensor) -> Tensor:
+    """The head's tokens of a batch that the target has just computed, in one launch.
+
+    Rows behind a sequence's last true row (rejected drafts, which stay in the batch so that its
+    shape does not depend on what was kept) take what follows them, and 0 at the sequence's end.
+
+    Args:
+        tokens: [N] the target's tokens. starts: [B+1] borders of the sequences, on the device of
+            the tokens or the host. last_rows: [B] index of each sequence's last true row.
+        next_tokens: [B] the token that follows that row.
+    Returns:
+        [N], the dtype of `tokens`.
+    """
+    if not use_triton(tokens):
+        return shift_insert_reference(tokens, starts, last_rows, next_tokens)
+    out = torch.empty_like(tokens)
+    if last_rows.shape[0]:
+        shift_insert_kernel[(last_rows.shape[0],)](
+            tokens, starts.to(tokens.device), last_rows, next_tokens, out, BLOCK=256
+        )
+    return out
+
+
+@Kernel
+def shift_insert_kernel(tokens, starts, last_rows, next_tokens, out, BLOCK: tl.constexpr):
+    """One sequence, BLOCK rows at a time."""
+    sequence = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + sequence).to(tl.int64)
+    end = tl.load(starts + (sequence + 1)).to(tl.int64)
+    last = tl.load(last_rows + sequence)
+    inserted = tl.load(next_tokens + sequence).to(out.dtype.element_ty)
+    for base in range(begin, end, BLOCK):
+        row = base + tl.arange(0, BLOCK)
+        token = tl.load(tokens + (row + 1), row + 1 < end, 0)
+        tl.store(out + row, tl.where(row == last, inserted, token), row < end)

@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .jit import use_triton
+from .ttt_attention_fused import ttt_attention_fused
+
 QUERY_BLOCK = 128  # queries a block; measured on bf16 and fp32 CPU matmuls against 64, 256 and 512
 CHAIN_ALIGNMENT = 32  # chain columns are padded to this, so that rows of the causal block align
 
@@ -87,6 +90,8 @@ def ttt_attention(
     asserts.
     """
     bounds = _check(q, k0, v0, chain_k, chain_v, starts, window)
+    if use_triton(q):
+        return ttt_attention_fused(q, k0, v0, chain_k, chain_v, bounds, scaling, window, softcap)
     plan = _Plan(bounds, scaling, window, softcap, len(chain_k))
     return _TTTAttention.apply(plan, q, k0, v0, *chain_k, *chain_v)
 

@@ -1,0 +1,94 @@
+"""New keys and values into their slots of the pool.
+
+keys[:, slots[n]] = k[:, n]        values[:, slots[n]] = v[:, n]        rows with slot -1 nowhere
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .jit import Kernel, power_of_two, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def kv_append_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """The plain definition, see `kv_append`."""
+    kept = slots >= 0
+    keys[:, slots[kept]] = k[:, kept]
+    values[:, slots[kept]] = v[:, kept]
+
+
+def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store one layer's rows, in place.
+
+    Args:
+        keys: [Hk, S, D], values: [Hk, S, Dv]: a layer of the pool, S slots, unit stride in the last
+            dimension.
+        k: [Hk, N, D], v: [Hk, N, Dv]: the rows, any strides. slots: [N] int, no slot twice, -1 for
+            a row that is not stored (its k and v are not read).
+    """
+    assert k.shape[:2] == v.shape[:2] and slots.shape[0] == k.shape[1]
+    if not use_triton(keys):
+        kv_append_reference(keys, values, k, v, slots)
+        return
+    heads, rows, width = k.shape
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    if rows:
+        kv_append_kernel[(rows, heads)](
+            keys,
+            values,
+            k,
+            v,
+            slots,
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            width,
+            v.shape[2],
+            BLOCK_D=power_of_two(width),
+            BLOCK_V=power_of_two(v.shape[2]),
+            num_warps=1,
+        )
+
+
+@Kernel
+def kv_append_kernel(
+    keys,
+    values,
+    k,
+    v,
+    slots,
+    keys_head,
+    keys_slot,
+    values_head,
+    values_slot,
+    k_head,
+    k_row,
+    v_head,
+    v_row,
+    width,
+    value_width,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One row of one head."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    inside = (column < width) & (slot >= 0)
+    key = tl.load(k + head * k_head + row * k_row + column, inside)
+    tl.store(keys + head * keys_head + slot * keys_slot + column, key, inside)
+    column = tl.arange(0, BLOCK_V)
+    inside = (column < value_width) & (slot >= 0)
+    value = tl.load(v + head * v_head + row * v_row + column, inside)
+    tl.store(values + head * values_head + slot * values_slot + column, value, inside)

@@ -1,0 +1,121 @@
+"""Every kernel compiles for sm_80 and sm_90 on this machine, and what the gate refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.scripts.aot import Report, _products, _usage, renewed, table
+from draftsmith.scripts.roofline import CARDS, SIZES, WORKS, floor
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text()
+GOOD = Report("some_kernel", "Llama-70B", 90, 8, 128, 65536, 0, 0, "wgmma bf16")
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Another process, where Triton compiles instead of interpreting."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_within_the_limits_of_both_cards():
+    """No spill, no overrun, no narrow offset; the page knows every kernel, and bfloat16 products
+    run on matrix units although loads are widened."""
+    pytest.importorskip("triton")
+    done = _python("-m", "draftsmith.scripts.aot")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| `")]
+    names = {row[0].strip("| `") for row in rows}
+    assert len(names) >= 15
+    assert names <= set(re.findall(r"^\| `(\w+_kernel)`", PAGE, re.MULTILINE))
+    for row in rows:
+        if "attention" in row[0] or "causal" in row[0]:
+            assert "mma bf16" in row[-1] and "tf32" not in row[-1], row
+
+
+def test_a_kernel_that_spills_is_found():
+    """The derivative of the keys in one warp has not registers enough; ptxas says so."""
+    pytest.importorskip("triton")
+    program = """
+from draftsmith.kernels.jit import recorded
+from draftsmith.scripts import aot
+with recorded() as launches:
+    aot._norms(aot.SIZES[0])
+worst = max(launches, key=lambda launch: len(launch.arguments))._replace(num_warps=1)
+print(aot.compile_launch(worst, "Llama-70B", 90).faults)
+"""
+    done = _python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"spills \d+ bytes", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "change,fault",
+    [
+        ({}, None),
+        ({"spilled": 8}, "spills 8 bytes"),
+        ({"registers": 256}, "256 registers"),
+        ({"shared": 227 * 1024 + 1}, "of 232448"),
+        ({"shared": 200 * 1024}, None),
+        ({"shared": 200 * 1024, "capability": 80}, "of 166912"),
+        ({"narrow": 1}, "int64"),
+    ],
+    ids=str,
+)
+def test_what_the_gate_refuses(change: dict[str, int], fault: str | None):
+    """Each limit on its own; shared memory by card."""
+    faults = Report(**{**GOOD.__dict__, **change}).faults
+    assert (faults == []) if fault is None else (len(faults) == 1 and fault in faults[0])
+
+
+def test_ptxas_and_ptx_are_read():
+    """Spilled stores and loads are added up; an instruction's input type is found."""
+    said = """ptxas info    : Function properties for k
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 400 bytes cmem[0]"""
+    assert _usage(said) == (255, 20)
+    ptx = """wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {...};
+    mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {...};"""
+    assert _products(ptx) == "mma tf32, wgmma bf16"
+    assert _products("add.f32") == ""
+
+
+def test_the_table_shows_the_worst_build_of_each_card():
+    """Two builds of one kernel are one line."""
+    other = Report("some_kernel", "Llama-70B", 90, 4, 200, 1024, 4, 0, "")
+    eighty = Report("some_kernel", "Llama-70B", 80, 8, 90, 2048, 0, 0, "mma bf16")
+    line = table([GOOD, other, eighty, eighty]).splitlines()[-1]
+    assert "| 2 | 8 | 90 / 200 | 2,048 / 65,536 | 0 / 4 | mma bf16, wgmma bf16 |" in line
+
+
+def test_a_page_keeps_what_lies_around_its_marks():
+    """And a page without marks is refused."""
+    assert renewed("a <!-- x -->old<!-- /x --> b", "x", "new") == "a <!-- x -->\nnew\n<!-- /x --> b"
+    with pytest.raises(ValueError, match="<!-- x -->"):
+        renewed("a", "x", "new")
+
+
+def test_floors_follow_from_the_data_sheet():
+    """Decode at Llama-70B's widths: 64 sequences of 4,096 keys are 1.07 GB, 321 µs at 3.35 TB/s; a
+    prompt is bound by products."""
+    works = {work.op: work for work in WORKS}
+    llama, (h100, h200) = SIZES[0], CARDS
+    decode = works["paged_attention, decode"]
+    moved = 2 * 64 * (4096 * 8 + 64) * 256
+    assert decode.amounts(llama)[0] == moved
+    assert floor(decode, llama, h100) == pytest.approx(moved / 3.35e12)
+    prompt = works["paged_attention, prompt"]
+    assert floor(prompt, llama, h100) == pytest.approx(2048**2 * 64 * 256 / 989e12)
+    assert floor(prompt, llama, h100) == floor(prompt, llama, h200)
+    for work in WORKS:
+        assert f"`{work.op}`" in PAGE and f"`{work.bytes}`" in PAGE, "renew docs/kernels.md"
