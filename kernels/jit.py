@@ -3,7 +3,7 @@
 A machine without Triton imports every op and runs the plain form. `DRAFTSMITH_KERNELS`, read when
 the first op runs, picks:
 
-    auto        Triton for tensors on a CUDA device where Triton is installed, else the plain form
+    auto        the plain form, until the kernels have run on a GPU (none has; see docs/kernels.md)
     reference   the plain form everywhere
     triton      Triton, or an error that says what is missing (TRITON_INTERPRET=1 runs it on a CPU)
 
@@ -116,12 +116,8 @@ def use_triton(like: Tensor) -> bool:
     if _recorded is not None:
         return True
     asked = choice()
-    if asked == "reference" or (asked == "auto" and not like.is_cuda):
+    if asked in ("reference", "auto") or like.dtype == torch.float64:
         return False
-    if like.dtype == torch.float64:
-        return False
-    if asked == "auto":
-        return installed()
     if not installed():
         raise ValueError(
             f"{VARIABLE}=triton, but the package triton is not installed: pip install triton, or "

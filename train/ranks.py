@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,22 +68,13 @@ def start(device: torch.device) -> None:
     """
     if dist.is_initialized():
         return
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        os.environ.update(alone)
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        # A store in memory: a port could be taken by another run between its choice and its use.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     import_deepspeed(device).init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False
     )
 
 
