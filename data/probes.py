@@ -27,11 +27,14 @@ from torch import Tensor
 
 from ..kernels.shift import row_ends
 from ..models.trunk import Trunk
+from .batches import RowSource
 
 MARGIN = 0.5  # nats
 AGREEMENT = 0.98
 TIE = 0.02  # of the height of the best logit over the mean: closer than this is a tie
 _CHUNK = 256
+_PROBE_TOKENS = 512
+_RMS_TOKENS = 8192
 OK, INCONCLUSIVE = "ok", "inconclusive"
 
 
@@ -178,3 +181,30 @@ def _argmax_fault(agreement: float) -> str:
         "positions; they come from "
         "another layer, another row, or were normed"
     )
+
+
+def probe_source(source: RowSource, trunk: Trunk) -> ProbeReport:
+    """The shift and norm probes once more, on what training is about to read: the last boundary of
+    the first rows, about 512 tokens."""
+    count = int((source.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
+    tokens, _, states = source.gather(list(range(min(count, len(source.lengths)))))
+    lengths = torch.tensor([0, *map(len, tokens)])
+    last = states.chunk(len(source.boundaries), -1)[-1].to(trunk.device)
+    return probe_states(trunk, last, torch.cat(tokens).to(trunk.device), lengths.cumsum(0))
+
+
+def state_rms(source: RowSource) -> float:
+    """Median over tokens of the root mean square of a raw state of the last boundary, from the
+    first rows of a source.
+
+    A few positions (the first of a row above all) carry states a hundred times larger than the
+    others; a mean of squares would follow them and start the projection far off.
+    """
+    sizes: list[Tensor] = []
+    for index in range(len(source.lengths)):
+        _, _, states = source.gather([index])
+        last = states.chunk(len(source.boundaries), -1)[-1].float()
+        sizes.append(last.square().mean(-1).sqrt())
+        if sum(map(len, sizes)) >= _RMS_TOKENS:
+            break
+    return float(torch.cat(sizes).median())

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..data.backend import byte_token_ids
-from ..data.batches import BatchPlan, RowSource
-from ..data.probes import ProbeReport, probe_states
+from ..data.batches import BatchPlan
+from ..data.probes import probe_source, state_rms
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, read_json
@@ -42,8 +41,6 @@ from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 
-_PROBE_TOKENS = 512
-_RMS_TOKENS = 8192
 _FREE = (
     "max_steps",
     "prefetch",
@@ -128,7 +125,7 @@ def _train(
     trunk = Trunk.load(
         folder, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, device
     )
-    probe(source, trunk).refuse_faults(f"the states of {rows.folder}, read for training")
+    probe_source(source, trunk).refuse_faults(f"the states of {rows.folder}, read for training")
     draft_ids, coverage = None, 1.0
     if config.train.draft_vocab_size is not None:
         forced = eos_ids(folder, target_config) | byte_token_ids(load_tokenizer(folder))
@@ -204,33 +201,6 @@ def _train(
             keep(artifacts.head, trainer.head, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
         write_provenance(artifacts.train, invocation.resolved)
-
-
-def probe(source: RowSource, trunk: Trunk) -> ProbeReport:
-    """The shift and norm probes once more, on what training is about to read: the last boundary of
-    the first rows, about 512 tokens."""
-    count = int((source.lengths.cumsum() < _PROBE_TOKENS).sum()) + 1
-    tokens, _, states = source.gather(list(range(min(count, len(source.lengths)))))
-    lengths = torch.tensor([0, *map(len, tokens)])
-    last = states.chunk(len(source.boundaries), -1)[-1].to(trunk.device)
-    return probe_states(trunk, last, torch.cat(tokens).to(trunk.device), lengths.cumsum(0))
-
-
-def state_rms(source: RowSource) -> float:
-    """Median over tokens of the root mean square of a raw state of the last boundary, from the
-    first rows of a source.
-
-    A few positions (the first of a row above all) carry states a hundred times larger than the
-    others; a mean of squares would follow them and start the projection far off.
-    """
-    sizes: list[Tensor] = []
-    for index in range(len(source.lengths)):
-        _, _, states = source.gather([index])
-        last = states.chunk(len(source.boundaries), -1)[-1].float()
-        sizes.append(last.square().mean(-1).sqrt())
-        if sum(map(len, sizes)) >= _RMS_TOKENS:
-            break
-    return float(torch.cat(sizes).median())
 
 
 def _identity(config: Config, feed: Feed) -> dict[str, Any]:
