@@ -73,7 +73,7 @@ class NgramDrafter:
         if not 1 <= shortest <= longest:
             raise ValueError(f"ngram lengths {shortest}..{longest}: need 1 <= shortest <= longest")
         self.sizes = range(longest, shortest - 1, -1)
-        self._seen: dict[str, tuple[int, dict[tuple[int, ...], int]]] = {}
+        self._seen: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
 
     def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
         """Needs nothing of the target."""
@@ -90,17 +90,17 @@ class NgramDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's table."""
-        self._seen.pop(sequence.id, None)
+        self._seen.pop(sequence, None)
 
     def _lookup(self, sequence: Sequence, count: int) -> list[int]:
         tokens = sequence.tokens
-        done, table = self._seen.get(sequence.id, (0, {}))
+        done, table = self._seen.get(sequence, (0, {}))
         # Grams that end before the last token, so that the last one cannot find itself.
         for end in range(max(done, 1), len(tokens)):
             for size in self.sizes:
                 if size <= end:
                     table[tuple(tokens[end - size : end])] = end
-        self._seen[sequence.id] = (len(tokens), table)
+        self._seen[sequence] = (len(tokens), table)
         for size in self.sizes:
             if size < len(tokens):
                 follow = table.get(tuple(tokens[-size:]))

@@ -55,7 +55,7 @@ class HeadDrafter:
         self.name = name or head.kind
         self.num_layers = head.num_layers
         self.boundaries = head.boundaries
-        self._carried: dict[str, _Carried] = {}
+        self._carried: dict[Sequence, _Carried] = {}
 
     def attach(self, target: Target, pool: KVPool, first_layer: int) -> None:
         """Fuse the head for this target's dtype and device; keep its lm_head, or the draft
@@ -90,12 +90,12 @@ class HeadDrafter:
         following = torch.tensor(next_tokens, dtype=torch.int64, device=batch.tokens.device)
         tokens = shift_insert(batch.tokens, starts, batch.last_rows, following)
         out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
-        before = {one.id: self._carried.get(one.id) for one in batch.sequences}
+        before = {one: self._carried.get(one) for one in batch.sequences}
         for index, (sequence, row) in enumerate(
             zip(batch.sequences, out.drafted[batch.last_rows], strict=True)
         ):
             end = batch.starts[index + 1]
-            self._carried[sequence.id] = _Carried(row, [out.recycled[end - 1 : end]])
+            self._carried[sequence] = _Carried(row, [out.recycled[end - 1 : end].clone()])
         if self.head.num_modules > 1:
             self._refill_modules(batch, tokens.tolist(), out.recycled, before)
 
@@ -104,7 +104,7 @@ class HeadDrafter:
         batch: Batch,
         tokens: list[int],
         recycled: Tensor,
-        before: dict[str, _Carried | None],
+        before: dict[Sequence, _Carried | None],
     ) -> None:
         """Modules 1 .. D-1 over the same tokens: row p of module m takes module m-1's state of that
         row, so each module's rows lie one before those of the module below."""
@@ -115,7 +115,7 @@ class HeadDrafter:
         for module in range(1, self.head.num_modules):
             parts, fed, places = [], [], []
             for index, below in live:
-                sequence, old = batch.sequences[index], before[batch.sequences[index].id]
+                sequence, old = batch.sequences[index], before[batch.sequences[index]]
                 # First the row before this batch's, where the module below has had it.
                 missed = old.recycled[module - 1 : module] if old else []
                 hidden = torch.cat([*missed, below[:-1]])
@@ -131,7 +131,7 @@ class HeadDrafter:
             out = self._run(later, later.tokens, torch.cat(fed), module).recycled
             live = list(zip(places, out.split([len(hidden) for hidden in fed]), strict=True))
             for index, states in live:
-                self._carried[batch.sequences[index].id].recycled.append(states[-1:])
+                self._carried[batch.sequences[index]].recycled.append(states[-1:])
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
@@ -141,7 +141,7 @@ class HeadDrafter:
         wanted = counts if longest is None else [min(count, longest) for count in counts]
         chains: list[list[int]] = [[] for _ in sequences]
         laws: list[list[Tensor]] = [[] for _ in sequences]
-        carried = [self._carried[sequence.id] for sequence in sequences]
+        carried = [self._carried[sequence] for sequence in sequences]
         drafted = [one.drafted for one in carried]
         # By sequence: the states of the rows that the step before ran (none before step 1).
         recycled = [one.drafted[None, :][:0] for one in carried]
@@ -190,7 +190,7 @@ class HeadDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the carried state."""
-        self._carried.pop(sequence.id, None)
+        self._carried.pop(sequence, None)
 
     def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor, step: int) -> HeadStep:
         context = PagedContext(self.pool, batch, self.first_layer)

@@ -70,6 +70,11 @@ def train(config: Config, invocation: Invocation) -> None:
         WORK/train.
     """
     artifacts = Artifacts.of(config)
+    if config.head.modules > config.train.steps:
+        raise ValueError(
+            f"head.modules={config.head.modules} with train.steps={config.train.steps}: a module "
+            "that no step trains would draft as it began; raise train.steps or lower head.modules"
+        )
     online = config.data.source == "online"
     roles = set_apart(config.data.online.target_ranks if online else 0)
     device = torch_device(config.target.device)

@@ -8,18 +8,17 @@ exactly zero. The frozen trunk never becomes part of the engine's module.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..data.batches import PackedBatch
@@ -136,6 +135,11 @@ class Trainer:
             changed by it).
         """
         self.resume()
+        if self.step > self.cfg.max_steps:
+            raise ValueError(
+                f"train.max_steps={self.cfg.max_steps}: this run has done {self.step} steps "
+                "already; give a larger number, or another work folder"
+            )
         bar = tqdm(
             total=self.cfg.max_steps,
             initial=self.step,
@@ -285,16 +289,15 @@ class Trainer:
         cfg, score = self.cfg, None
         validates = self.validate is not None and (last or _due(self.step, cfg.validate_every))
         if validates and self.validate is not None:
-            best = self.checkpoints.best()
-            with self.whole_weights():
-                figures = self.last_validation = self.validate(self.head)
-                score = float(figures["score"])
-                if rank() == 0:
-                    self._write({"kind": "validation", "step": self.step, **figures})
-                    if self.on_best is not None and (
-                        best is None or best.score is None or score >= best.score
-                    ):
-                        self.on_best(self.head, self.step, figures)
+            best, head = self.checkpoints.best(), self.whole_head()
+            figures = self.last_validation = self.validate(head)
+            score = float(figures["score"])
+            if rank() == 0:
+                self._write({"kind": "validation", "step": self.step, **figures})
+                if self.on_best is not None and (
+                    best is None or best.score is None or score >= best.score
+                ):
+                    self.on_best(head, self.step, figures)
         if validates or last or _due(self.step, cfg.checkpoint_every):
             data = self.plan.state_dict(self.cursor)
             self.checkpoints.save(
@@ -307,15 +310,19 @@ class Trainer:
             )
             self._window.forget_time()
 
-    @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Inside, every rank has the head's full weights, which stage 3 otherwise keeps in shards;
-        all ranks must enter."""
+    def whole_head(self) -> Head:
+        """The head with all its weights on every rank: itself, or at stage 3, where each rank keeps
+        shards and a forward pass puts them back there, a copy as of now. All ranks must call it."""
+        head = self.head
         if self.cfg.zero_stage < 3:
-            yield
-            return
-        with import_deepspeed(self.device).zero.GatheredParameters(list(self.head.parameters())):
-            yield
+            return head
+        with import_deepspeed(self.device).zero.GatheredParameters(list(head.parameters())):
+            tensors = {name: value.detach().clone() for name, value in head.state_dict().items()}
+        whole = type(head)(head.config, head.target_config, head.draft_vocab_size)
+        if head.lm_head is not None:
+            whole.lm_head = nn.Parameter(tensors["lm_head"])
+        whole.load_state_dict(tensors)
+        return whole.to(self.device).train()
 
 
 def _due(step: int, every: int) -> bool:

@@ -11,8 +11,8 @@ import torch
 
 from draftsmith.inference import batch
 from draftsmith.inference.config import EngineConfig, SamplingParams
-from draftsmith.inference.drafters import HeadDrafter
 from draftsmith.inference.engine import Engine
+from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.kernels import jit
 from draftsmith.kernels.paged_attention import paged_attention
 from draftsmith.models.heads import HeadConfig, build_head

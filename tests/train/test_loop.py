@@ -21,6 +21,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import read_metrics
 from draftsmith.train.schedule import lr_at
+from draftsmith.train.unroll import unroll
 from draftsmith.train.validation import Validator
 
 
@@ -341,11 +342,49 @@ def test_a_head_with_its_own_lm_head_trains_in_shards_too(
         head.lm_head = nn.Parameter(trunk.lm_head.clone())
         trainer = _trainer(trunk, head, toy.NoisePlan(), tmp_path / str(stage), zero_stage=stage)
         trainer.run()
-        with trainer.whole_weights():
-            ended.append(_weights(head))
+        ended.append(_weights(trainer.whole_head()))
     assert not torch.equal(ended[0]["lm_head"], trunk.lm_head)
     for name, value in ended[0].items():
         torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
+
+
+def test_validation_in_shards_judges_and_keeps_whole_weights(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """Stage 3: the validator may run the head, and what it leaves is still whole, of stage 0's
+    weights."""
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    def validate(head: Head) -> dict[str, Any]:
+        batch = toy.NoisePlan().batch(0)
+        with torch.no_grad():
+            unroll(head, trunk, batch, 2)
+        return {"score": 1.0}
+
+    for stage in (0, 3):
+        trainer = _trainer(
+            trunk, toy.make_head(target), toy.NoisePlan(), tmp_path / str(stage), zero_stage=stage
+        )
+        trainer.validate = validate
+        trainer.on_best = lambda head, step, figures, stage=stage: kept.update(
+            {stage: _weights(head)}
+        )
+        trainer.run()
+    assert kept[0].keys() == kept[3].keys()
+    for name, value in kept[0].items():
+        torch.testing.assert_close(kept[3][name], value, rtol=0, atol=1e-4, msg=name)
+
+
+def test_fewer_steps_than_done_are_refused(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """A run is never called finished at a step that it has passed."""
+    _trainer(trunk, toy.make_head(target), toy.NoisePlan(), tmp_path, max_steps=3).run()
+    with (
+        pytest.warns(UserWarning, match="train.max_steps=2; until then it was 3"),
+        pytest.raises(ValueError, match="max_steps=2: this run has done 3 steps"),
+    ):
+        _trainer(trunk, toy.make_head(target), toy.NoisePlan(), tmp_path, max_steps=2).run()
 
 
 def test_metrics_are_json_of_finite_numbers(
