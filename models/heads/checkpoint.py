@@ -99,8 +99,8 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
         target_fingerprint: of the target it is to draft for; a difference in tokenizer is refused,
             other differences warn.
     Raises:
-        ValueError: not a head folder, another format, damaged weights, a tensor missing or unknown,
-            a wrong map, or a head for another tokenizer.
+        ValueError: not a head folder, another format, settings of another version, damaged weights,
+            a tensor missing or unknown, a wrong map, or a head for another tokenizer.
     """
     folder = Path(folder)
     meta = read_json(folder / "config.json")
@@ -124,7 +124,7 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
     draft_ids = read_vocabulary(tensors, int(target_config.vocab_size), str(weights))
     if meta["format"] == 1:
         tensors = {f"blocks.0.{name}": value for name, value in tensors.items()}
-    config = HeadConfig.from_dict(meta["head"])
+    config = HeadConfig.from_dict(meta["head"], str(folder))
     head = head_class(config.kind)(
         config, target_config, None if draft_ids is None else len(draft_ids)
     )
