@@ -117,7 +117,7 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
             f"{weights}: its checksum differs from config.json; the file is damaged, copy it again"
         )
     if target_fingerprint is not None:
-        _compare(folder, meta["target_fingerprint"], target_fingerprint)
+        compare_targets(folder, meta["target_fingerprint"], target_fingerprint)
     target_config = AutoConfig.for_model(**meta["target_config"])
     with safe_open(weights, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -190,7 +190,13 @@ def _same_inputs(folder: Path, trained: dict[str, Any], head: Head) -> None:
             )
 
 
-def _compare(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:
+def compare_targets(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:
+    """Hold the fingerprint of the target that the head in `folder` was trained for against that of
+    the one it is to draft for; what differs beside the tokenizer warns.
+
+    Raises:
+        ValueError: another tokenizer.
+    """
     differing = [key for key in trained if trained[key] != present.get(key)]
     if "tokenizer" in differing:
         raise ValueError(
