@@ -226,8 +226,8 @@ class Config:
     """Another run's work folder, whose rows and caches are used instead of this one's (sweeps,
     ablations)."""
     overwrite: bool = False
-    """Replace finished answers, a finished cache or a training run of other settings below `work`,
-    instead of refusing."""
+    """Replace answers, a finished cache or a training run of other settings below `work`, instead
+    of refusing."""
     target: TargetConfig
     head: HeadConfig
     data: DataConfig

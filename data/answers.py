@@ -3,13 +3,15 @@
 A row's key is the hash of its ids and its mask, so re-ordered or added rows find their answers
 whatever their place. A running command writes `answers-NNNNN.parquet` parts; a finished one gathers
 them in `answers.parquet`, from which a later run over more rows goes on. Every file carries the
-settings that its answers were made with.
+settings that its answers were made with. Answers are dear: those of other settings are removed only
+when asked, and a damaged file stays until what it held is there again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from .rowfile import Row
 
 Answers = tuple[np.ndarray, ...]
 """The answers of one row in order, each [n] int32, its end id included."""
+_NAME = re.compile(r"answers(?:-(\d+))?\.parquet")
 _SCHEMA = pa.schema(
     [pa.field("key", pa.string()), pa.field("answers", pa.list_(pa.list_(pa.int32())))]
 )
@@ -35,17 +38,32 @@ def row_key(row: Row) -> str:
     return digest.hexdigest()
 
 
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The settings that differ, with both values; empty where none does."""
+    return "; ".join(
+        f"{name} {before.get(name)!r} -> {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    )
+
+
 class AnswerStore:
     """The answers in a folder, all of them in memory (four bytes a token).
 
     Args:
-        settings: JSON values that determine an answer; files made with others are removed.
+        settings: JSON values that determine an answer.
         seconds: new answers are written once this much time has passed since the last part.
+        overwrite: remove files whose answers were made with other settings.
     Attributes:
-        messages: what was removed and why, for the user.
+        messages: what is made anew and why, for the user.
+    Raises:
+        ValueError: answers of other settings and no `overwrite`, with the fields and the number of
+            rows, or a file that cannot be opened. Nothing is removed then.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], seconds: float) -> None:
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], seconds: float, overwrite: bool = False
+    ) -> None:
         self.folder = folder
         self.messages: list[str] = []
         self._settings = json.loads(json.dumps(settings))
@@ -53,11 +71,29 @@ class AnswerStore:
         self._found: dict[str, Answers] = {}
         self._new: list[str] = []
         self._written = time.monotonic()
-        self._parts = 0
+        self._parts = max((number + 1 for number in self._numbered()), default=0)
+        others: dict[str, list[Path]] = {}
+        rows = 0
         for path in sorted(folder.glob("answers*.parquet")):
-            self._read(path)
-            if path.stem != "answers":
-                self._parts = max(self._parts, int(path.stem.removeprefix("answers-")) + 1)
+            table = self._load(path) if _NAME.fullmatch(path.name) else None
+            if table is None:
+                continue
+            changed = differences(json.loads(table.schema.metadata[b"settings"]), self._settings)
+            if changed:
+                others.setdefault(changed, []).append(path)
+                rows += table.num_rows
+            else:
+                self._take(table)
+        if others and not overwrite:
+            raise ValueError(
+                f"{folder} holds answers of {rows:,} rows made with other settings "
+                f"({' and '.join(others)}); choose another work folder, or overwrite=true to "
+                "replace them"
+            )
+        for changed, paths in others.items():
+            for path in paths:
+                path.unlink()
+            self.messages.append(f"earlier answers are made anew: {changed}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._found
@@ -82,43 +118,45 @@ class AnswerStore:
 
     def gather(self) -> None:
         """One file instead of the parts."""
-        parts = sorted(self.folder.glob("answers-*.parquet"))
+        parts = self._numbered()
         if parts or self._new:
             self._write(self.folder / "answers.parquet", sorted(self._found))
             self._new, self._parts = [], 0
-            for path in parts:
+            for path in parts.values():
                 path.unlink()
 
-    def _read(self, path: Path) -> None:
+    def _numbered(self) -> dict[int, Path]:
+        """The parts by their number."""
+        names = ((_NAME.fullmatch(path.name), path) for path in self.folder.glob("answers-*"))
+        return {int(name[1]): path for name, path in names if name and name[1]}
+
+    def _load(self, path: Path) -> pa.Table | None:
+        """What a file holds; None, and a message, where its content is damaged."""
         try:
-            table = pq.read_table(path).combine_chunks()
+            data = path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be opened ({error.strerror}); its answers are still there: make it "
+                "readable, or choose another work folder"
+            ) from error
+        try:
+            table = pq.read_table(pa.BufferReader(data)).combine_chunks()
             settings = json.loads((table.schema.metadata or {})[b"settings"])
-            if table.schema.names != _SCHEMA.names:
+            if not table.schema.equals(_SCHEMA) or not isinstance(settings, dict):
                 raise KeyError("columns")
         except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
-            self._remove(path, f"it cannot be read ({error})")
-            return
-        changed = [
-            f"{name} {settings.get(name)!r} -> {self._settings.get(name)!r}"
-            for name in sorted({*settings, *self._settings})
-            if settings.get(name) != self._settings.get(name)
-        ]
-        if changed:
-            self._remove(path, ", ".join(changed))
-        elif table.num_rows:
+            self.messages.append(f"the answers of {path.name} are made anew: damaged ({error})")
+            return None
+        return table
+
+    def _take(self, table: pa.Table) -> None:
+        if table.num_rows:
             rows = table["answers"].chunk(0)
             flat = rows.values.values.to_numpy()
             borders, first = rows.values.offsets.to_numpy(), rows.offsets.to_numpy()
             for place, key in enumerate(table["key"].to_pylist()):
                 spans = range(first[place], first[place + 1])
                 self._found[key] = tuple(flat[borders[n] : borders[n + 1]] for n in spans)
-
-    def _remove(self, path: Path, reason: str) -> None:
-        """Parts of one earlier run share their reason; it is told once."""
-        path.unlink()
-        message = f"earlier answers are made anew: {reason}"
-        if message not in self.messages:
-            self.messages.append(message)
 
     def _write(self, path: Path, keys: list[str]) -> None:
         answers = [answer for key in keys for answer in self._found[key]]

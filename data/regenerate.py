@@ -28,7 +28,7 @@ from ..inference.engine import Engine
 from ..inference.sequence import Sequence
 from ..models.files import content_hash, read_json
 from ..models.target import Target
-from .answers import AnswerStore, row_key
+from .answers import AnswerStore, differences, row_key
 from .chains import Chain
 from .regenerated import write_rows
 from .rowfile import FORMAT, SPLITS, Rows, file_facts
@@ -117,11 +117,11 @@ def regenerate(
         source: the folder that `prepare` wrote. engine: its max_batch requests run together.
         drafter: the one that the configuration names, or None.
         tokenizer: writes the text of held-out answers for readers; no id comes from it.
-        overwrite: replace finished rows whose answers were made with other settings.
+        overwrite: replace answers that were made with other settings, of finished rows or not.
         progress: called with (tokens generated, tokens to generate as foreseen so far).
     Raises:
-        ValueError: rows of another tokenizer, finished rows of other settings in `out`, or no
-            answer that can be used; with the reason and the remedy.
+        ValueError: rows of another tokenizer, answers of other settings in `out`, or no answer that
+            can be used; with the reason and the remedy.
         KeyboardInterrupt: with a message; finished answers stay.
     """
     out = Path(out)
@@ -141,7 +141,7 @@ def regenerate(
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob(".*.tmp"):
         stale.unlink()
-    store = AnswerStore(out, settings, config.save_seconds)
+    store = AnswerStore(out, settings, config.save_seconds, overwrite)
     counts = {split: len(rows) for split, rows in splits.items()}
     counts["train"] = _first(splits["train"].lengths, config)
     work = Work(splits, counts, target, limit)
@@ -246,33 +246,37 @@ def _settings(config: RegenerateConfig, target: Target, limit: int) -> dict[str,
 
 
 def _finished(out: Path, settings: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of finished rows in `out`. Answers are dear: those made with other settings are
-    not removed unasked."""
-    if not (out / "manifest.json").exists():
+    """The manifest of finished rows in `out`. Those of other settings are not replaced unasked."""
+    place = out / "manifest.json"
+    if not place.exists():
         return None
-    manifest = read_json(out / "manifest.json")
-    before = manifest.get("identity", {}).get("answers")
-    if manifest.get("kind") != "rows" or before is None:
+    manifest = read_json(place)
+    if not isinstance(manifest, dict):
+        raise ValueError(
+            f"{place} holds no JSON object, it is damaged: delete it and run regenerate again, "
+            "which makes the rows anew from the answers beside it"
+        )
+    identity = manifest.get("identity")
+    before = identity.get("answers") if isinstance(identity, dict) else None
+    if manifest.get("kind") != "rows" or not isinstance(before, dict):
         raise ValueError(f"{out} holds no regenerated rows; choose another folder for them")
-    changed = [
-        f"{name} {before.get(name)!r} -> {settings.get(name)!r}"
-        for name in sorted({*before, *settings})
-        if before.get(name) != settings.get(name)
-    ]
+    changed = differences(before, settings)
     if changed and not overwrite:
         raise ValueError(
-            f"{out} holds finished answers of other settings ({'; '.join(changed)}); choose "
-            "another work folder, or overwrite=true to replace them"
+            f"{out} holds finished answers of other settings ({changed}); choose another work "
+            "folder, or overwrite=true to replace them"
         )
     return manifest
 
 
 def _whole(out: Path, manifest: dict[str, Any], key: str) -> bool:
-    files = manifest["files"]
+    files = manifest.get("files")
     return (
-        manifest["key"] == key
+        manifest.get("key") == key
+        and isinstance(files, dict)
+        and {f"{split}.parquet" for split in SPLITS} <= files.keys()
         and (out / "ledger.json").exists()
-        and all((out / name).exists() and file_facts(out / name) == files[name] for name in files)
+        and all(file_facts(out / name) == facts for name, facts in files.items())
     )
 
 

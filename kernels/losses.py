@@ -24,6 +24,7 @@ Legend: m rows, V columns of the head, H hidden.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -32,6 +33,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+_JOIN = re.compile(r"(?<![\d.][eE])\+")
+"""The + between two terms, which that of an exponent (1e+1*kl) is not."""
 STATES = "smooth-l1"
 """The one term that compares states; it needs no logits."""
 
@@ -80,7 +83,7 @@ def parse(kind: str) -> dict[str, float]:
     """
     known = (*LOSSES, STATES)
     terms: dict[str, float] = {}
-    for term in kind.split("+"):
+    for term in _JOIN.split(kind):
         factor, star, name = term.rpartition("*")
         try:
             weight = float(factor) if star else 1.0

@@ -17,7 +17,7 @@ from ..inference.acceptance import PromptSet, measure
 from ..inference.config import SamplingParams
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
-from ..models.heads import HEADS, Head, HeadConfig, LoadedHead, build_head
+from ..models.heads import HEADS, Head, LoadedHead, build_head
 from ..models.target import Target, load_tokenizer
 from .artifacts import Artifacts
 
@@ -88,10 +88,11 @@ def untrained(loaded: LoadedHead, target: Target) -> Head:
             "rebuilt; leave it out of "
             "evaluate.drafters"
         )
-    config = HeadConfig.from_dict(loaded.meta["head"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training["seed"])
-        return build_head(config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids)
+        return build_head(
+            loaded.head.config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids
+        )
 
 
 class LiveAcceptance:

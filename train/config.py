@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ..kernels.losses import LossConfig
@@ -79,12 +80,16 @@ class TrainConfig:
             "grad_clip",
             "weight_decay",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name}={getattr(self, name)}: must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)}: must be a number that is not negative"
+                )
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"train.step_decay={self.step_decay}: must lie in (0, 1]")
-        if not self.lr > 0:
-            raise ValueError(f"train.lr={self.lr}: must be positive")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"train.lr={self.lr}: must be a positive number")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={self.betas}: must be two numbers in [0, 1)")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"train.min_lr_ratio={self.min_lr_ratio}: must lie in [0, 1]")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:

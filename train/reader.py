@@ -35,8 +35,12 @@ class Reader:
     def __enter__(self) -> Reader:
         """Begin reading; the first batch is there when this returns, since waiting for it is part
         of the start and no step's."""
-        self._fill()
-        wait(list(self._pending)[:1])
+        try:
+            self._fill()
+            wait(list(self._pending)[:1])
+        except BaseException:
+            self._end(wait=False)
+            raise
         return self
 
     def __exit__(
@@ -45,9 +49,9 @@ class Reader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the reading that has begun end, and begin no other."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """Begin no other reading, and let the one that has begun end. An error does not wait for
+        it: it may hang on a server, whose connection is closed further out."""
+        self._end(wait=kind is None)
 
     def next(self) -> PackedBatch:
         """The next batch; StopIteration after the last."""
@@ -59,6 +63,10 @@ class Reader:
         batch = self._pending.popleft().result()
         self._fill()
         return batch
+
+    def _end(self, wait: bool) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait, cancel_futures=True)
 
     def _fill(self) -> None:
         while self._thread is not None and len(self._pending) < self._ahead:

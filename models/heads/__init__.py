@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from .checkpoint import LoadedHead, load_head, save_head
+from .checkpoint import LoadedHead, compare_targets, load_head, save_head
 from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec
 from .families import HEADS, head_class
 from .mtp import MTPHead
@@ -29,6 +29,7 @@ __all__ = [
     "NormConfig",
     "RecycleSpec",
     "build_head",
+    "compare_targets",
     "head_class",
     "load_head",
     "save_head",

@@ -99,8 +99,8 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
         target_fingerprint: of the target it is to draft for; a difference in tokenizer is refused,
             other differences warn.
     Raises:
-        ValueError: not a head folder, another format, damaged weights, a tensor missing or unknown,
-            a wrong map, or a head for another tokenizer.
+        ValueError: not a head folder, another format, settings of another version, damaged weights,
+            a tensor missing or unknown, a wrong map, or a head for another tokenizer.
     """
     folder = Path(folder)
     meta = read_json(folder / "config.json")
@@ -117,14 +117,14 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
             f"{weights}: its checksum differs from config.json; the file is damaged, copy it again"
         )
     if target_fingerprint is not None:
-        _compare(folder, meta["target_fingerprint"], target_fingerprint)
+        compare_targets(folder, meta["target_fingerprint"], target_fingerprint)
     target_config = AutoConfig.for_model(**meta["target_config"])
     with safe_open(weights, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     draft_ids = read_vocabulary(tensors, int(target_config.vocab_size), str(weights))
     if meta["format"] == 1:
         tensors = {f"blocks.0.{name}": value for name, value in tensors.items()}
-    config = HeadConfig.from_dict(meta["head"])
+    config = HeadConfig.from_dict(meta["head"], str(folder))
     head = head_class(config.kind)(
         config, target_config, None if draft_ids is None else len(draft_ids)
     )
@@ -190,7 +190,13 @@ def _same_inputs(folder: Path, trained: dict[str, Any], head: Head) -> None:
             )
 
 
-def _compare(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:
+def compare_targets(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:
+    """Hold the fingerprint of the target that the head in `folder` was trained for against that of
+    the one it is to draft for; what differs beside the tokenizer warns.
+
+    Raises:
+        ValueError: another tokenizer.
+    """
     differing = [key for key in trained if trained[key] != present.get(key)]
     if "tokenizer" in differing:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _READ_BY = {
@@ -46,6 +47,14 @@ class InitConfig:
     output_scale: float = 0.4
     """The head's output starts at the size of the target's final-normed state times this: an
     untrained head is mostly wrong, and at full scale it would be sure of it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.embedding_share < math.inf:
+            raise ValueError(
+                f"head.init.embedding_share={self.embedding_share}: must be 0 (none) or positive"
+            )
+        if not 0 < self.output_scale < math.inf:
+            raise ValueError(f"head.init.output_scale={self.output_scale}: must be positive")
 
 
 @dataclass(frozen=True)
@@ -93,12 +102,34 @@ class HeadConfig:
             )
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
+    def from_dict(cls, values: dict[str, Any], place: str) -> HeadConfig:
         """The configuration of a head folder; settings younger than the folder have their
-        defaults."""
+        defaults.
+
+        Args:
+            place: the folder, for messages.
+        Raises:
+            ValueError: a setting that this version does not know.
+        """
+        norms, init = values.get("norms", {}), values.get("init", {})
+        unknown = [
+            prefix + name
+            for prefix, kind, given in (
+                ("", cls, values),
+                ("norms.", NormConfig, norms),
+                ("init.", InitConfig, init),
+            )
+            for name in sorted(set(given) - {known.name for known in fields(kind)})
+        ]
+        if unknown:
+            raise ValueError(
+                f"{place}: the head was made with settings that this version does not know "
+                f"({', '.join(f'head.{name}' for name in unknown)}); use the version that trained "
+                "it"
+            )
         parts = {
-            "norms": NormConfig(**values["norms"]),
-            "init": InitConfig(**values["init"]),
+            "norms": NormConfig(**norms),
+            "init": InitConfig(**init),
             "boundaries": tuple(values.get("boundaries", ())),
         }
         return cls(**{**values, **parts})

@@ -1,4 +1,4 @@
-"""Answers on disk: found again by content, removed by name when their settings differ."""
+"""Answers on disk: found again by content, and never lost unasked."""
 
 from __future__ import annotations
 
@@ -52,23 +52,63 @@ def test_parts_are_written_when_it_is_time(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_other_settings_remove_what_is_there_and_say_why(tmp_path: Path) -> None:
-    """Once for all parts, with both values."""
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_answers_of_other_settings_stay_unless_asked(tmp_path: Path) -> None:
+    """The refusal has the field, both values and the rows; `overwrite` removes them, and says so
+    once for all parts. Answers of the present settings among them are kept."""
     filled(tmp_path)
-    store = AnswerStore(tmp_path, {**SETTINGS, "max_new_tokens": 9}, 0)
-    assert held(store) == {}
+    before, other = content(tmp_path), {**SETTINGS, "max_new_tokens": 9}
+    with pytest.raises(ValueError, match=r"3 rows .*\(max_new_tokens 8 -> 9\).*overwrite=true"):
+        AnswerStore(tmp_path, other, 0)
+    assert content(tmp_path) == before
+    store = AnswerStore(tmp_path, other, 0, overwrite=True)
+    assert held(store) == {} and not content(tmp_path)
     assert store.messages == ["earlier answers are made anew: max_new_tokens 8 -> 9"]
-    assert not list(tmp_path.iterdir())
+    store.add("a", [[9]])
+    filled(tmp_path / "more")
+    (tmp_path / "more" / "answers-00001.parquet").rename(tmp_path / "answers-00001.parquet")
+    assert held(AnswerStore(tmp_path, other, 0, overwrite=True)) == {"a": [[9]]}
 
 
 def test_a_damaged_part_is_made_anew(tmp_path: Path) -> None:
-    """The others stay."""
+    """The others stay, and it stays, too, until the answers are gathered."""
     filled(tmp_path)
     part = tmp_path / "answers-00000.parquet"
     part.write_bytes(part.read_bytes()[:100])
     store = AnswerStore(tmp_path, SETTINGS, 0)
     assert held(store) == {"b": [], "c": [[4, 5, 6]]}
-    assert "cannot be read" in store.messages[0]
+    assert "answers-00000.parquet are made anew: damaged" in store.messages[0]
+    assert len(part.read_bytes()) == 100
+    store.add("a", ANSWERS["a"])
+    assert len(part.read_bytes()) == 100
+    store.gather()
+    assert list(content(tmp_path)) == ["answers.parquet"]
+    assert held(AnswerStore(tmp_path, SETTINGS, 0)) == ANSWERS
+
+
+def test_a_file_that_cannot_be_opened_is_no_damage(tmp_path: Path) -> None:
+    """A disk or a right that fails for a moment costs no answer, not even with `overwrite`."""
+    filled(tmp_path)
+    (tmp_path / "answers-00007.parquet").symlink_to("/proc/self/mem")  # EIO at its first byte
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"answers-00007.parquet cannot be opened \(Input/out"):
+            AnswerStore(tmp_path, SETTINGS, 0, overwrite)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_files_of_other_names_are_not_ours(tmp_path: Path) -> None:
+    """A copy that a user made is neither read nor removed."""
+    filled(tmp_path)
+    for name in ("answers-backup.parquet", "answers-00001-old.parquet", "answers2.parquet"):
+        (tmp_path / name).write_bytes(b"mine")
+    store = AnswerStore(tmp_path, SETTINGS, 0)
+    assert held(store) == ANSWERS and not store.messages
+    store.gather()
+    assert len(content(tmp_path)) == 4
+    assert (tmp_path / "answers-backup.parquet").read_bytes() == b"mine"
 
 
 def test_a_key_is_ids_and_mask(tmp_path: Path) -> None:

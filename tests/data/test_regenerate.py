@@ -302,6 +302,49 @@ def test_finished_answers_of_other_settings_are_not_removed_unasked(make: Make) 
     assert again.resumed == 0 and not again.reused
 
 
+def test_answers_of_a_killed_run_are_not_removed_unasked(make: Make) -> None:
+    """They are as dear as finished ones: without a manifest another setting removes none."""
+    first = make()
+    (first.folder / "manifest.json").unlink()
+    before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
+    with pytest.raises(ValueError, match="16 rows .*max_new_tokens 24 -> 25.*overwrite=true"):
+        make(max_new_tokens=25)
+    assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == before
+    assert make().resumed == 16
+    (first.folder / "manifest.json").unlink()
+    assert make(max_new_tokens=25, overwrite=True).resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "manifest.json holds no JSON object.*run regenerate again"),
+        ("null", "manifest.json holds no JSON object"),
+        ('{"kind": "rows", "identity": []}', "holds no regenerated rows"),
+        ('{"kind": "rows", "identity": {"answers": 3}}', "holds no regenerated rows"),
+    ],
+)
+def test_an_injured_manifest_is_refused(
+    make: Make, tmp_path: Path, text: str, message: str
+) -> None:
+    """Whatever JSON it holds, by its name and with the remedy."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("files", [None, [], {}])
+def test_a_manifest_without_its_files_proves_no_rows(make: Make, files: Any) -> None:
+    """The rows are written again from the answers."""
+    place = make(max_rows=2).folder / "manifest.json"
+    whole = json.loads(place.read_text())
+    place.write_text(json.dumps({**whole, "files": files}))
+    again = make(max_rows=2)
+    assert (again.reused, again.generated) == (False, 0)
+    assert json.loads(place.read_text()) == whole
+
+
 def test_damaged_rows_are_written_again_from_the_answers(make: Make) -> None:
     """Without a token generated."""
     first = make()

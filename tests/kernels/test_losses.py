@@ -375,6 +375,22 @@ def test_only_a_chunk_of_logits_ever_exists(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "terms"),
+    [
+        ("kl", {"kl": 1.0}),
+        (EAGLE_ONE, {STATES: 1.0, "kl": 0.1}),
+        ("1e+1*kl", {"kl": 10.0}),
+        ("1.e+1*kl+2E+0*ce+tv", {"kl": 10.0, "ce": 2.0, "tv": 1.0}),
+        ("ce+1e-1*kl", {"ce": 1.0, "kl": 0.1}),
+        (" 0.9 * tv + 0.1*ce", {"tv": 0.9, "ce": 0.1}),
+    ],
+)
+def test_weighted_sums_are_read(kind: str, terms: dict[str, float]) -> None:
+    """Weights in any notation of a number; the + of an exponent joins nothing."""
+    assert parse(kind) == terms
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"kind": "kll"}, "'kll' is no loss.*lk-alpha"),

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,41 @@ def test_damage_is_noticed(folder: Path, tmp_path: Path):
         load_head(good, FINGERPRINT | {"chat_template": "x"})
     with pytest.raises(ValueError, match="does not exist"):
         load_head(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("part", ["", "norms", "init"])
+def test_settings_of_another_version_are_refused(folder: Path, tmp_path: Path, part: str):
+    """With folder, name and remedy; a setting that the folder does not have yet is a default."""
+    out = save(trained_like(folder), tmp_path / "head")
+    meta = json.loads((out / "config.json").read_text())
+    section = meta["head"][part] if part else meta["head"]
+    section.pop("hidden" if part == "norms" else "layer" if part == "init" else "modules")
+    (out / "config.json").write_text(json.dumps(meta))
+    assert load_head(out).head.config == HeadConfig()
+    section["depth"] = 3
+    (out / "config.json").write_text(json.dumps(meta))
+    name = f"head.{part}.depth" if part else "head.depth"
+    with pytest.raises(ValueError, match=rf"head: .*{name}.*use the version that trained it"):
+        load_head(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("output_scale", 0.0),
+        ("output_scale", -0.4),
+        ("output_scale", float("nan")),
+        ("output_scale", float("inf")),
+        ("embedding_share", float("nan")),
+        ("embedding_share", -1.0),
+        ("embedding_share", float("inf")),
+    ],
+)
+def test_a_start_out_of_range_is_refused(name: str, value: Any):
+    """By its name on the command line and the value; no embedding at all is a choice."""
+    with pytest.raises(ValueError, match=rf"head\.init\.{name}={value}"):
+        InitConfig(**{name: value})
+    assert InitConfig(embedding_share=0).embedding_share == 0
 
 
 def test_vocabulary_maps_are_offsets():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.conf.compose import composed, groups, to_config
 from draftsmith.conf.schema import EvaluateConfig, GenerateConfig
-from draftsmith.models.heads import HEADS, HeadConfig, LoadedHead, build_head
+from draftsmith.models.heads import HEADS, HeadConfig, LoadedHead, NormConfig, build_head
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.scripts.acceptance import drafter, require_kind, untrained
 
@@ -69,3 +69,19 @@ def test_every_head_recipe_composes():
     assert all(vars(heads["eagle-restored"].norms).values())
     assert heads["mtp-modules"].modules == 3 and heads["mtp"] == HeadConfig()
     assert heads["eagle3"] == HeadConfig("eagle3")
+
+
+def test_the_documented_ablation_takes_each_norm_alone():
+    """The loop of docs/heads/eagle.md names every norm, and its lines compose to that one."""
+    text = (Path(__file__).parents[2] / "docs" / "heads" / "eagle.md").read_text()
+    _, _, loop = text.partition("for norm in ")
+    names, _, lines = loop.partition("; do")
+    assert set(names.split()) == {field.name for field in fields(NormConfig)}
+    overrides = [word for word in lines.partition("done")[0].split() if "=" in word]
+    works = set()
+    for norm in names.split():
+        config = to_config(composed([word.replace("$norm", norm) for word in overrides]))
+        assert [name for name, on in vars(config.head.norms).items() if on] == [norm]
+        assert config.head.kind == "eagle"
+        works.add(config.work)
+    assert len(works) == 4

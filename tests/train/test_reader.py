@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.data.state_server import Address, StateClient
 from draftsmith.train.reader import Reader
 
 
@@ -69,23 +75,81 @@ def test_an_error_comes_as_itself_where_its_batch_would_have(
             reader.next()
 
 
-def test_leaving_early_waits_for_the_reading_in_progress(
-    read: Callable[[int], PackedBatch],
-) -> None:
-    """An error in training ends the context: what has begun ends, the rest is never begun."""
+def test_leaving_early_waits_for_no_reading(read: Callable[[int], PackedBatch]) -> None:
+    """An error in training ends the context at once: what has begun ends by itself, the rest is
+    never begun."""
     begun: list[int] = []
     gate = threading.Event()
 
     def slow(index: int) -> PackedBatch:
         begun.append(index)
         if index == 1:
-            gate.wait(5)
+            gate.wait(20)
         return read(index)
 
     with pytest.raises(KeyError):
         with Reader(slow, range(10), 5) as reader:
             reader.next()
-            threading.Timer(0.05, gate.set).start()
             raise KeyError
-    assert begun in ([0], [0, 1])
-    assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
+    assert not gate.is_set() and begun in ([0], [0, 1])
+    assert left() == 1
+    gate.set()
+    assert eventually(lambda: not left()) and begun in ([0], [0, 1])
+
+
+def test_a_stop_while_the_first_batch_is_read(read: Callable[[int], PackedBatch]) -> None:
+    """The reading that was under way is the last one."""
+    begun: list[int] = []
+    gate = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def first(index: int) -> PackedBatch:
+        begun.append(index)
+        if not index:
+            time.sleep(0.2)  # until the caller waits
+            signal.pthread_kill(main, signal.SIGINT)
+            gate.wait(20)
+        return read(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        with Reader(first, range(10), 5):
+            pass
+    gate.set()
+    assert eventually(lambda: not left()) and begun == [0]
+
+
+def test_a_stop_does_not_wait_for_a_hung_server(read: Callable[[int], PackedBatch]) -> None:
+    """The connection is closed behind the reader, which wakes the thread that waits on it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1], 1, "0" * 64)
+        client = StateClient(address, timeout=60)
+        asked = threading.Event()
+
+        def remote(index: int) -> PackedBatch:
+            if index:
+                asked.set()
+                client.states([torch.arange(4)], (2,))  # never answered
+            return read(index)
+
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            with contextlib.closing(client), Reader(remote, range(10), 2) as reader:
+                reader.next()
+                assert asked.wait(20)
+                raise KeyboardInterrupt
+        assert eventually(lambda: not left())
+        assert time.monotonic() - began < 20
+
+
+def left() -> int:
+    """Threads that read ahead."""
+    return sum(thread.name.startswith("batches") for thread in threading.enumerate())
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    """Whether it comes true within ten seconds."""
+    until = time.monotonic() + 10
+    while not true() and time.monotonic() < until:
+        time.sleep(0.01)
+    return true()
