@@ -243,6 +243,23 @@ class Rows:
                     f"{fingerprint.get(name)!r}; run prepare with this target"
                 )
 
+    def require_length(self, limit: int | None) -> None:
+        """No row may be longer than the target can read.
+
+        Args:
+            limit: its positions (see models.target.longest_text); None where it names none.
+        Raises:
+            ValueError: names the longest row and both lengths.
+        """
+        if limit is None or not len(self) or int(self.lengths.max()) <= limit:
+            return
+        longest = int(self.lengths.argmax())
+        raise ValueError(
+            f"{self._path}: row {longest} has {int(self.lengths[longest])} tokens, the target "
+            f"reads {limit} (max_position_embeddings in its config.json); prepare with "
+            f"data.rows.max_length={limit} or less"
+        )
+
     def supervised_tokens(self) -> Iterator[np.ndarray]:
         """The supervised ids of one row group after another, [m] int32."""
         for group in range(self._file.num_row_groups):

@@ -135,13 +135,14 @@ def prepare(
     """Write token rows into `out`, or find them there already.
 
     Args:
-        limit: tokens that the target can read; the length of rows where max_length is null.
+        limit: tokens that the target can read, which max_length may not exceed; the length of
+            rows where that is null.
         tokenizer_fingerprint: of the target's tokenizer and chat template; other fields are not
             looked at.
         progress: called with (records done, records to do or None).
     Raises:
-        ValueError: no known length, unreadable source, no chat template, no supervised token
-            anywhere, a mask that is true everywhere, or nothing left to train on; with the reason
+        ValueError: no known length or one beyond the limit, unreadable source, no chat template,
+            no supervised token anywhere, a mask that is true everywhere, or nothing left to train on; with the reason
             and the remedy.
     """
     out = Path(out)
@@ -152,6 +153,12 @@ def prepare(
                 "(max_position_embeddings in config.json); give data.rows.max_length"
             )
         config = replace(config, max_length=limit)
+    elif limit is not None and config.max_length > limit:
+        raise ValueError(
+            f"data.rows.max_length={config.max_length}: the target reads {limit} tokens "
+            f"(max_position_embeddings in its config.json); give {limit} or less, or null for its "
+            "own limit"
+        )
     source = open_source(config.source, config.torn)
     identity = _identity(config, tokenizer_fingerprint, source.identity)
     old, damage = existing(out)

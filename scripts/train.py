@@ -28,6 +28,7 @@ from ..models.target import (
     eos_ids,
     fingerprint,
     load_tokenizer,
+    longest_text,
     prepare_folder,
     torch_device,
 )
@@ -93,6 +94,7 @@ def train(config: Config, invocation: Invocation) -> None:
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
+    rows.require_length(longest_text(folder))
     boundaries = training_boundaries(config.head, int(target_config.num_hidden_layers))
     feed: Feed = (
         OnlineFeed(config, rows, marks, boundaries, client)

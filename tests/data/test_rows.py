@@ -588,6 +588,9 @@ def test_the_target_s_own_limit(
     named = RowsConfig(config.source, holdout=0, max_length=512)
     assert prepare(named, smollm2_tokenizer, FINGERPRINT, out).reused
     assert prepare(config, smollm2_tokenizer, FINGERPRINT, out, limit=64).changed == ("max_length",)
+    longer = RowsConfig(config.source, max_length=65)
+    with pytest.raises(ValueError, match="max_length=65: the target reads 64 tokens .* 64 or less"):
+        prepare(longer, smollm2_tokenizer, FINGERPRINT, out, limit=64)
 
 
 def test_rows_emptied_by_truncation_are_warned_of(make: Make) -> None:
