@@ -48,7 +48,7 @@ from .verdict import find_warnings, refuse_useless
 __all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare"]
 
 Progress = Callable[[int, int | None], None]
-RULES = 2  # raised when the rules of clean.py or render.py change what a record becomes
+RULES = 3  # raised when the rules of clean.py or render.py change what a record becomes
 _BATCH = 128
 
 
