@@ -116,8 +116,8 @@ def dump(
         progress: called with (tokens done, tokens to do) of this rank.
     Raises:
         ValueError: rows of another tokenizer or too long for the target, unknown boundary, no room
-            on the disk, a probe that found a fault, too many rows with non-finite states, or a finished cache in `out` of
-            which whole shards would be lost.
+            on the disk, a probe that found a fault, too many rows with non-finite states, or a
+            finished cache in `out` of which whole shards would be lost.
         KeyboardInterrupt: with a message; whole shards stay.
     """
     store = Store(out)

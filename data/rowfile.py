@@ -136,9 +136,7 @@ class Rows:
         try:
             self._file = pq.ParquetFile(self._path, memory_map=True)
         except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(
-                f"{self._path} cannot be read ({error}); {_again(folder)}"
-            ) from error
+            raise ValueError(f"{self._path} cannot be read ({error}); {_again(folder)}") from error
         expected = schema(split == "heldout").names
         if self._file.schema_arrow.names != expected:
             raise ValueError(

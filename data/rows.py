@@ -142,8 +142,8 @@ def prepare(
         progress: called with (records done, records to do or None).
     Raises:
         ValueError: no known length or one beyond the limit, unreadable source, no chat template,
-            no supervised token anywhere, a mask that is true everywhere, or nothing left to train on; with the reason
-            and the remedy.
+            no supervised token anywhere, a mask that is true everywhere, or nothing left to train
+            on; with the reason and the remedy.
     """
     out = Path(out)
     if config.max_length is None:
