@@ -87,6 +87,11 @@ class RowsConfig:
     """Arguments of the chat template; must be those of serving."""
 
     def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError(
+                "data.rows.source is empty, which would be the current folder: give a file or "
+                "folder (. is the current one), pkg://… or hf://…"
+            )
         if self.schema not in ("auto", *SCHEMAS):
             raise ValueError(f"schema {self.schema!r}: choose one of auto, {', '.join(SCHEMAS)}")
         if self.max_length is not None and self.max_length < 3:

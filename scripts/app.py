@@ -47,6 +47,14 @@ from .cli import VERBS
 
 REFUSED, INTERRUPTED = 2, 130
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_WRONG_PATH = (
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOENT,
+)
 
 
 @dataclass(frozen=True)
@@ -218,11 +226,14 @@ class Verb:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return INTERRUPTED
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            place = f": {error.filename}" if error.filename else ""
+            if error.errno in _NO_ROOM:
+                _complain(f"{error.strerror}{place}; {self.kept}", error)
+            elif error.errno in _WRONG_PATH and place:
+                _complain(f"{error.strerror}{place}; give another path", error)
+            else:
                 traceback.print_exc()
                 return 1
-            place = f": {error.filename}" if error.filename else ""
-            _complain(f"{error.strerror}{place}; {self.kept}", error)
             return REFUSED
         except Exception:
             traceback.print_exc()

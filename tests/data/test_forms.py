@@ -289,6 +289,28 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
     assert source.identity == {"sha256": [sha256_file(path) for path in files]}
 
 
+def test_what_was_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:
+    """A work folder below the source: rows, caches and runs are passed by, a user's own
+    manifest.json is data."""
+    marks = {
+        "work/rows/manifest.json": {"kind": "rows"},
+        "work/cache/manifest.json": {"kind": "cache"},
+        "work/train/run.json": {"identity": {}, "finished": None},
+        "work/other/provenance.json": {"command": [], "config": {}, "versions": {}},
+    }
+    for name, mark in marks.items():
+        for place in (tmp_path / name, tmp_path / name.replace("work/", "work/own/")):
+            place.parent.mkdir(parents=True)
+            place.write_text(json.dumps(mark))
+            (place.parent / "further").mkdir()
+            (place.parent / "further" / "x.bin").write_bytes(b"no records")
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "manifest.json").write_text(json.dumps(RECORDS))
+    assert records_of(open_source(tmp_path)) == [*RECORDS, *RECORDS]
+    with pytest.raises(ValueError, match="rows: the folder holds no files of conversations"):
+        open_source(tmp_path / "work" / "rows")
+
+
 def test_identity_is_content(tmp_path: Path) -> None:
     """Another name is no other source; another byte is."""
     path = tmp_path / "x.jsonl"

@@ -382,6 +382,7 @@ def test_max_records_stops_before_the_damage(
     [
         ({"max_length": 2}, "max_length 2"),
         ({"min_supervised": 1}, "min_supervised 1"),
+        ({"source": " "}, "data.rows.source is empty"),
         ({"holdout": -1}, "holdout -1"),
         ({"max_records": 0}, "max_records 0"),
         ({"duplicates": "merge"}, "duplicates='merge': choose one of keep, drop"),
@@ -391,7 +392,7 @@ def test_max_records_stops_before_the_damage(
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     """Each names the value."""
     with pytest.raises(ValueError, match=message):
-        RowsConfig("x", **settings)
+        RowsConfig(**{"source": "x", **settings})
 
 
 def test_full_disk_keeps_the_old_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,8 @@ def test_unknown_torn_and_missing_file(tmp_path: Path) -> None:
         open_source(tmp_path / "x", "skip")
     with pytest.raises(ValueError, match="no such file"):
         read(tmp_path / "x")
+    with pytest.raises(ValueError, match="'~nosuchuser/x': no home folder is known .*whole path"):
+        open_source("~nosuchuser/x")
 
 
 def test_memory_does_not_grow_with_the_file(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +150,38 @@ def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None
     err = capsys.readouterr().err
     assert "No space left on device: work/cache/shard; all is kept" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", ["ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG", "ELOOP"])
+def test_a_wrong_path_is_told_as_such(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file where a folder should be, and the like: the path, no traceback. Without a path it is
+    no mistake of the user's."""
+    code = getattr(errno, number)
+
+    def fail(config: Config, _: Invocation) -> None:
+        place = (config.work,) if config.work != "none" else ()
+        raise OSError(code, "cannot be so", *place)
+
+    assert verb(fail).main(["work=a/file"]) == 2
+    err = capsys.readouterr().err
+    assert "draftsmith: cannot be so: a/file; give another path" in err
+    assert "Traceback" not in err
+    assert verb(fail).main(["work=none"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_prepare_into_a_file(
+    elsewhere: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and the path."""
+    (elsewhere / "file").write_text("")
+    chats = elsewhere / "chats.json"
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "an answer"}]
+    chats.write_text(json.dumps([{"conversations": turns}]))
+    target = [f"target.source={smollm2_folder}", f"target.folder={smollm2_folder}"]
+    rows = [f"data.rows.source={chats}", "data.rows.max_length=64", "data.rows.torn=refuse"]
+    assert main(["prepare", f"work={elsewhere / 'file'}", *target, *rows]) == 2
+    assert f"{elsewhere / 'file'}" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
