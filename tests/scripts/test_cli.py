@@ -184,6 +184,16 @@ def test_prepare_into_a_file(
     assert f"{elsewhere / 'file'}" in capsys.readouterr().err
 
 
+def test_dump_asks_for_its_rows_before_its_target(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading takes minutes; the command that makes the missing rows is named at once."""
+    for answers, maker in (("found", "prepare"), ("regenerated", "regenerate")):
+        words = [f"target.source={elsewhere / 'none'}", f"data.answers={answers}"]
+        assert main(["dump", f"work={elsewhere / 'work'}", *words]) == 2
+        assert f"run `draftsmith {maker}` with this work folder" in capsys.readouterr().err
+
+
 def test_a_fault_of_ours_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """What is not the user's to mend is exit code 1, with everything that helps to mend it."""
 
