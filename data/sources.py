@@ -24,7 +24,8 @@ from .text_records import TextRecords
 
 TORN = ("refuse", "salvage")
 _HEAD = 4096
-_JSON = re.compile(r'\s*(?:\{\s*(?:["}]|$)|\[\s*(?:[\[{"\]\d-]|$))')
+# an object with a key, or a list of them: `[1] a footnote` and `{"quoted"} words` are text
+_JSON = re.compile(r'\s*(?:\[\s*){0,2}(?:\{\s*(?:"(?:[^"\\]|\\.)*(?:"\s*(?::|$)|\\?$)|$)|$)')
 _TEXT_NAMES = (".txt", ".text")
 # what lies beside the data in folders that a hub client or `datasets` wrote
 _NO_DATA = re.compile(

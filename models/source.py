@@ -38,6 +38,8 @@ def resolve(source: str, dataset: bool = False) -> Path:
 
 def _resolve_package(source: str) -> Path:
     package, _, inside = source.removeprefix("pkg://").partition("/")
+    if not package:
+        raise ValueError(f"source {source!r} names no package; write pkg://package/path/inside")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     locations = list(spec.submodule_search_locations or []) if spec else []
     if not locations:

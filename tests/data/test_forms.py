@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith.data import text_records
 from draftsmith.data.clean import clean
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.sources import RecordSource, open_source
@@ -239,6 +240,37 @@ def test_plain_text(tmp_path: Path, ends: str, packed: bool) -> None:
     other = path.rename(tmp_path / "x.log")
     with pytest.raises(ValueError, match="or name a plain text .txt|damaged JSON"):
         records_of(open_source(other))
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("[1] See the appendix.", "plain text"),
+        ('{"quoted"} words', "plain text"),
+        ('["Hello," she said]', "plain text"),
+        ('[{"text": "[1] See"}]', "JSON list"),
+        ('{ "te\\"xt" : "x", "text": "{words}"}', "JSONL"),
+    ],
+)
+def test_text_that_begins_as_json_does(tmp_path: Path, text: str, form: str) -> None:
+    """In a file named .txt only objects with a key, or a list of them, are JSON."""
+    path = tmp_path / "x.txt"
+    path.write_text(text)
+    source = open_source(path)
+    assert source.form == form
+    [record] = records_of(source)
+    assert form != "plain text" or record == {"text": text}
+
+
+@pytest.mark.parametrize("chunk", range(1, 8))
+def test_a_line_end_that_falls_on_a_chunk_s_border(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CR and LF are one line end wherever the reader stops between them."""
+    monkeypatch.setattr(text_records, "_CHUNK", chunk)
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"one\r\ntwo\r\n\r\nthree\r\n")
+    assert records_of(open_source(path)) == [{"text": "one\ntwo"}, {"text": "three"}]
 
 
 def test_long_documents_are_divided_and_nothing_is_lost(tmp_path: Path) -> None:

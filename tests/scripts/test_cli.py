@@ -215,7 +215,8 @@ def test_several_values_need_multirun(capsys: pytest.CaptureFixture[str]) -> Non
             raise ValueError("too high")
 
     assert verb(task).main(["train.lr=0.1,0.2"]) == 2
-    assert "--multirun" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--multirun" in err and "quote a value that holds a comma: 'key=\"a,b\"'" in err
     assert seen == []
     assert verb(task).main(["--multirun", "train.lr=0.1,0.2,0.3"]) == 2
     assert seen == [0.1, 0.2, 0.3]
@@ -237,6 +238,15 @@ def test_the_launcher_s_own_argument_is_dropped() -> None:
     assert verb(lambda *_: None).main(["--local_rank=0", "train.lr=0.1"]) == 0
 
 
+def test_a_launcher_s_variables_are_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 with the name and the value."""
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    assert verb(lambda *_: None).main([]) == 2
+    assert "LOCAL_RANK='x' in the environment is no whole number" in capsys.readouterr().err
+
+
 def test_next_command_carries_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed can be run as it stands, quoting included."""
     assert verb(lambda _, call: call.next("dump")).main(["work=a b"]) == 0
@@ -256,8 +266,13 @@ def test_a_flag_is_short_for_an_option(words: list[str]) -> None:
 
 def test_a_flag_needs_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and how to write it; --help lists the flags of a verb."""
-    for words in (["--show"], ["--show="], ["--show", "--multirun"]):
-        assert verb(lambda *_: None, flags={"--show": "prepare.show"}).main(words) == 2
+    showing = verb(lambda *_: None, flags={"--show": "prepare.show", "cache": "doctor.cache"})
+    for words in (["--show"], ["--show="], ["--show", "--cfg"], ["--show", "train.lr=1"]):
+        assert showing.main(words) == 2
         assert "--show needs a value: --show N, or prepare.show=N" in capsys.readouterr().err
+    assert showing.main(["cache="]) == 2
+    assert "cache needs a value: cache=…, or doctor.cache=…" in capsys.readouterr().err
+    assert showing.main(["--show", "-1"]) == 2
+    assert "prepare.show=-1: must be 0 or more" in capsys.readouterr().err
     assert main(["prepare", "--help"]) == 0
     assert "--show N  is  prepare.show=N" in capsys.readouterr().out
