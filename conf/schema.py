@@ -38,6 +38,11 @@ class DataConfig:
     online: OnlineConfig = field(default_factory=OnlineConfig)
 
     def __post_init__(self) -> None:
+        if self.source == "cache" and self.online.target_ranks:
+            raise ValueError(
+                f"data.online.target_ranks={self.online.target_ranks} needs data.source=online: a "
+                "cache is read by every process, none of which holds the target"
+            )
         if self.source == "cache" and self.online != OnlineConfig():
             warnings.warn(
                 "data.online.* is ignored: states come from the cache; set data.source=online to "

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..models.target import Target
+from ..models.target import Target, longest_text
 from .cache import intact
 from .cache_index import MANIFEST
 from .cache_writer import CacheWriter, check_free_space, forecast_bytes
@@ -115,15 +115,16 @@ def dump(
         out: a folder or an fsspec URL.
         progress: called with (tokens done, tokens to do) of this rank.
     Raises:
-        ValueError: rows of another tokenizer, unknown boundary, no room on the disk, a probe that
-            found a fault, too many rows with non-finite states, or a finished cache in `out` of
-            which whole shards would be lost.
+        ValueError: rows of another tokenizer or too long for the target, unknown boundary, no room
+            on the disk, a probe that found a fault, too many rows with non-finite states, or a
+            finished cache in `out` of which whole shards would be lost.
         KeyboardInterrupt: with a message; whole shards stay.
     """
     store = Store(out)
     rank, world_size = config.rank or 0, config.world_size or 1
     boundaries = _boundaries(config, target)
     rows.require_tokenizer(target.fingerprint)
+    rows.require_length(longest_text(target.folder))
     shards = plan_shards(rows.lengths, config.shard_tokens, config.max_tokens)
     if not shards:
         raise ValueError(

@@ -26,6 +26,7 @@ _ESCAPE_TAIL = (
     12  # a cut inside \uXXXX\uXXXX, a literal or a number fails this near the end of the text
 )
 _LONG_NUMBER = 4000  # digits; beyond these Python refuses to make an int
+_MEND_LINE = "repair it, or set data.rows.torn=salvage to leave it out"
 _ONE_LIST = "write one list, or one object a line"
 
 
@@ -45,6 +46,7 @@ class JsonRecords:
         self.read = 0
         self.torn = 0
         self._salvage = salvage
+        self._mend = "repair the file there"
         self._json = json.JSONDecoder(strict=False, parse_int=_integer)
         self._text = ""
         self._pos = 0  # characters of _text already consumed
@@ -95,7 +97,17 @@ class JsonRecords:
             mark = self._peek()
             if mark == ",":
                 self._advance(1)
-            elif mark == "]":
+                mark = self._peek()
+                if mark != "]":
+                    continue
+                if not self._salvage:
+                    raise ValueError(
+                        self._fault(
+                            "a comma stands before the list's closing bracket",
+                            "remove it, or set data.rows.torn=salvage to pass over it",
+                        )
+                    )
+            if mark == "]":
                 self._advance(1)
                 if self._peek():
                     raise ValueError(
@@ -111,6 +123,7 @@ class JsonRecords:
                 )
 
     def _objects(self) -> Iterator[Any]:
+        self._mend = _MEND_LINE
         while mark := self._peek():
             if mark not in "{[":
                 if not self._skip_line(f"found {mark!r} where a record should begin"):
@@ -150,16 +163,14 @@ class JsonRecords:
                 if not open_string and error.pos < len(self._text) - _ESCAPE_TAIL:
                     where = self._byte + len(self._text[self._pos : error.pos].encode())
                     raise ValueError(
-                        self._fault(f"damaged JSON ({error.msg})", "repair the file there", where)
+                        self._fault(f"damaged JSON ({error.msg})", self._mend, where)
                     ) from None
                 if self._more():
                     continue
                 if self._bad or open_string or error.pos >= len(self._text.rstrip()) - _ESCAPE_TAIL:
                     self._cut(self._bad or "the file stops inside this record")
                     return None
-                raise ValueError(
-                    self._fault(f"damaged JSON ({error.msg})", "repair the file there")
-                ) from None
+                raise ValueError(self._fault(f"damaged JSON ({error.msg})", self._mend)) from None
             except RecursionError:
                 raise ValueError(
                     self._fault("the record is nested too deeply", "remove this record")
@@ -184,9 +195,7 @@ class JsonRecords:
     def _skip_line(self, why: str) -> bool:
         """Leave a damaged JSONL line behind; False at the end of the file."""
         if not self._salvage:
-            raise ValueError(
-                self._fault(why, "repair it, or set data.rows.torn=salvage to leave it out")
-            )
+            raise ValueError(self._fault(why, _MEND_LINE))
         self.torn += 1
         while (end := self._text.find("\n", self._pos)) < 0:
             self._advance(len(self._text) - self._pos)

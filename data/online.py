@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..inference.capture import capture
-from ..models.target import Target
+from ..models.target import Target, longest_text
 from .rowfile import Rows
 from .runs import RunIndex, supervised_runs
 
@@ -99,9 +99,12 @@ class OnlineRows(LiveRows):
 
     Args:
         boundaries: empty means L.
+    Raises:
+        ValueError: as `LiveRows`, or a row is longer than the target can read.
     """
 
     def __init__(self, rows: Rows, target: Target, boundaries: tuple[int, ...] = ()) -> None:
+        rows.require_length(longest_text(target.folder))
         super().__init__(rows, target.fingerprint, boundaries or (target.num_layers,))
         self._target = target
 

@@ -18,10 +18,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from .clean import clean
-from .conversations import Dropped
+from .conversations import Conversation, Dropped, Turn
 from .render import Renderer
 from .rowfile import Rows
+from .schemas import Unreadable, as_list, read_record, schema_of
 from .sources import open_source
+from .turns import SURROGATE
 
 T = TypeVar("T")
 
@@ -56,7 +58,8 @@ def _humaneval(record: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _mt_bench(record: dict[str, Any]) -> tuple[str, str, str]:
-    return f"mt_bench/{record['question_id']}", str(record["turns"][0]), str(record["category"])
+    [turn, *_] = _listed(record["turns"])
+    return f"mt_bench/{record['question_id']}", turn["content"], str(record["category"])
 
 
 SETS = {
@@ -86,8 +89,8 @@ def load_prompts(
 
     Args:
         name: humaneval, mt_bench, heldout, or a source (path, pkg://, hf://) of records with
-            `prompt` (text), `turns` (first one taken), or a conversation (its messages before the
-            first answer).
+            `prompt` (text), `turns` (the first of a list of texts), or a conversation of any schema
+            (its messages before the first answer); cleaned as those that become rows are.
         source: another place for a named set.
         limit: take so many, spread evenly over the set (every k-th); a smaller set is taken whole,
             with a warning.
@@ -95,8 +98,8 @@ def load_prompts(
             ids up to its first supervised token.
         template_kwargs: arguments of the chat template; those of prepare.
     Raises:
-        ValueError: an unknown set, a record that holds no prompt (with its number), or no prompt at
-            all.
+        ValueError: an unknown set, a record that holds no prompt or one that spells a control token
+            (with the file and its number), or no prompt at all.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit}: must be 1 or more, or null for all")
@@ -111,50 +114,69 @@ def load_prompts(
         )
     path = source or (known.source if known else name)
     renderer = Renderer(tokenizer, template_kwargs)
-    found: list[tuple[str, list[dict[str, Any]], str]] = []
+    found: list[tuple[int, Conversation, str]] = []
     for index, record in open_source(path):
         try:
             if known:
                 identity, message, category = known.read(record)
-                found.append((identity, [{"role": "user", "content": message}], category))
+                found.append((index, Conversation(identity, (Turn("user", message),)), category))
             else:
-                found.append(_from_file(record, index))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+                found.append((index, *_from_file(record, index)))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, Unreadable) as error:
             expected = (
-                f"the fields of {name}" if known else "prompt, turns, messages, conversations"
+                f"the fields of {name}"
+                if known
+                else "prompt (a text), turns (a list of texts), or a conversation"
             )
             raise ValueError(
                 f"{path}: record {index + 1} holds no prompt ({type(error).__name__}: {error}); "
                 f"expected {expected}"
             ) from error
     form = known.form if known else FILE_FORM
-    return [
-        Prompt(identity, renderer.prompt(messages)[1], messages[-1]["content"], category, form)
-        for identity, messages, category in _spread(found, limit, name)
-    ]
+    prompts: list[Prompt] = []
+    for index, talk, category in _spread(found, limit, name):
+        try:
+            if forged := renderer.forgery(talk):
+                raise ValueError(f"{forged[1]}, and so could forge a turn")
+            tokens = renderer.prompt(talk.messages())[1]
+        except ValueError as error:
+            raise ValueError(f"{path}: record {index + 1}: {error}; take it out") from error
+        prompts.append(Prompt(talk.id, tokens, talk.turns[-1].text, category, form))
+    return prompts
 
 
-def _from_file(record: Any, index: int) -> tuple[str, list[dict[str, Any]], str]:
-    """One record of a user's own file."""
-    identity = str(record.get("id", f"prompt-{index}"))
-    category = str(record.get("category", ""))
-    if isinstance(record.get("prompt"), str):
-        return identity, [{"role": "user", "content": record["prompt"]}], category
-    if record.get("turns"):
-        return identity, [{"role": "user", "content": str(record["turns"][0])}], category
-    turns = record["messages"] if "messages" in record else record["conversations"]
-    return identity, leading_messages(turns), category
+def _from_file(record: Any, index: int) -> tuple[Conversation, str]:
+    """What is asked in one record of a user's own file, and its category."""
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
+    identity = SURROGATE.sub("\ufffd", str(fields.get("id", f"prompt-{index}")))
+    category = SURROGATE.sub("\ufffd", str(fields.get("category", "")))
+    if schema_of(record) in (None, "text") and fields.keys() & {"prompt", "turns"}:
+        prompt = fields.get("prompt")
+        turns = _listed([prompt] if isinstance(prompt, str) else fields.get("turns"))
+    else:
+        turns = read_record(record).turns
+    return Conversation(identity, leading_turns(turns)), category
 
 
-def leading_messages(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cleaned messages before the first answer."""
-    closed = [*turns, {"role": "assistant", "content": "."}]
-    found = clean(closed, 0, Counter())
+def _listed(turns: Any) -> list[dict[str, Any]]:
+    """The first of a list of texts as the user's turn, or messages as they are."""
+    listed = as_list(turns)
+    if listed and all(isinstance(turn, str) for turn in listed):
+        return [{"role": "user", "content": listed[0]}]
+    if listed and all(isinstance(turn, dict) for turn in listed):
+        return listed
+    raise TypeError(f"{turns!r:.60} is no list of texts, nor of messages")
+
+
+def leading_turns(turns: list[Any]) -> tuple[Turn, ...]:
+    """The cleaned turns before the first answer."""
+    repairs: Counter[str] = Counter()
+    found = clean([*turns, {"role": "assistant", "content": "."}], 0, repairs)
     if isinstance(found, Dropped):
-        raise KeyError(f"no user turn ({found.reason})")
-    messages = found.messages()
-    first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return messages[:first]
+        cuts = [name for name in repairs if name.startswith("cut_at_")]
+        raise ValueError(f"no user turn ({', '.join(cuts) or found.reason})")
+    roles = [turn.role for turn in found.turns]
+    return found.turns[: roles.index("assistant")]
 
 
 def _heldout(rows: Rows | Path | str | None, limit: int | None) -> list[Prompt]:

@@ -122,13 +122,30 @@ class Renderer:
             results.append(Rendered(conversation, parts, sorted(unproven)))
         return results
 
+    def forgery(self, conversation: Conversation) -> tuple[int, str] | None:
+        """The first turn (-1 is the list of tools) with a text that spells a control token, and
+        which token it is, in words; None where there is none.
+        """
+        for place, who, text in _texts(conversation):
+            if forged := self._special.search(text):
+                return place, f"{who} holds the control token {forged.group()!r}"
+        return None
+
     def prompt(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
         """Text and ids of messages with the generation prompt: what serving feeds before the
         answer.
+
+        Raises:
+            ValueError: the template refuses the messages; says why.
         """
-        text, _ = self._text(messages, tools, True)
+        try:
+            text, _ = self._text(messages, tools, True)
+        except _TEMPLATE_ERRORS as error:
+            raise ValueError(
+                f"the chat template refuses the messages ({type(error).__name__}: {error})"
+            ) from error
         return text, self._marker.ids(text)
 
     def describe(self) -> dict[str, Any]:
@@ -196,15 +213,15 @@ class Renderer:
 
     def _guard(self, conversation: Conversation, turns: Counter[str]) -> Conversation | Dropped:
         """No text may spell a control token: it could forge a turn."""
-        for place, who, text in _texts(conversation):
-            if forged := self._special.search(text):
-                detail = f"{who} holds the control token {forged.group()!r}"
-                dropped = Dropped("control_tokens", conversation.id, detail)
-                if place < 0 or self._control_tokens == "drop":
-                    return dropped
-                cut = cut_before(conversation, place, turns, "control_tokens")
-                return cut if not isinstance(cut, Dropped) else dropped
-        return conversation
+        found = self.forgery(conversation)
+        if found is None:
+            return conversation
+        place, detail = found
+        dropped = Dropped("control_tokens", conversation.id, detail)
+        if place < 0 or self._control_tokens == "drop":
+            return dropped
+        cut = cut_before(conversation, place, turns, "control_tokens")
+        return cut if not isinstance(cut, Dropped) else dropped
 
     def _answer(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], place: int
@@ -292,5 +309,7 @@ def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
         yield place, who, turn.text
         if turn.reasoning:
             yield place, who, turn.reasoning
+        if turn.name:
+            yield place, who, turn.name
         if turn.tool_calls:
             yield place, who, json.dumps(turn.tool_calls, ensure_ascii=False)

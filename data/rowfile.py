@@ -19,13 +19,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..models.files import read_json, sha256_file
+from ..models.files import content_hash, read_json, sha256_file
 
 FORMAT = 2
 SPLITS = ("train", "heldout")
 FILES = (*SPLITS, "dropped", "unproven")
+REGENERATED = "rows-regenerated"
+"""Name of the folder that `regenerate` writes; `prepare` writes the others."""
 _GROUP_ROWS = 256
 _CACHED_GROUPS = 4
+_SHAPE: dict[str, type] = {
+    "key": str,
+    "identity": dict,
+    "config": dict,
+    "tokenizer": dict,
+    "counts": dict,
+    "files": dict,
+}
 
 
 def schema(with_messages: bool) -> pa.Schema:
@@ -126,50 +136,55 @@ class Rows:
         try:
             self._file = pq.ParquetFile(self._path, memory_map=True)
         except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(f"{self._path} cannot be read ({error}); run prepare again") from error
+            raise ValueError(f"{self._path} cannot be read ({error}); {_again(folder)}") from error
         expected = schema(split == "heldout").names
         if self._file.schema_arrow.names != expected:
             raise ValueError(
                 f"{self._path} has the columns {self._file.schema_arrow.names}, expected "
-                f"{expected}; "
-                "run prepare again"
+                f"{expected}; {_again(folder)}"
             )
         sizes = self._file.read(columns=["length", "num_supervised"])
         self.lengths: np.ndarray = sizes["length"].to_numpy()
         self.num_supervised: np.ndarray = sizes["num_supervised"].to_numpy()
+        if manifest["counts"].get(split) != len(self.lengths):
+            raise ValueError(
+                f"{self._path} holds {len(self.lengths)} rows, its manifest counts "
+                f"{manifest['counts'].get(split)!r}; {_again(folder)}"
+            )
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self._first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
 
     @classmethod
-    def open(cls, folder: Path | str, split: str = "train", verify: bool = False) -> Rows:
-        """Open the rows that `prepare` wrote.
+    def open(cls, folder: Path | str, split: str = "train", verify: bool = True) -> Rows:
+        """Open the rows that `prepare` or `regenerate` wrote.
 
         Args:
             split: "train" or "heldout".
-            verify: compare the file's SHA-256 with the manifest's.
+            verify: compare the file's SHA-256 with the manifest's. Nothing else would show a loss
+                mask that was changed.
         Raises:
             ValueError: unknown split, no manifest (not finished), another format, damaged file.
         """
         folder = Path(folder)
         if split not in SPLITS:
             raise ValueError(f"split {split!r}: choose one of {', '.join(SPLITS)}")
-        if not (folder / "manifest.json").exists():
+        manifest = read_manifest(folder)
+        if manifest is None:
             raise ValueError(
-                f"{folder} holds no finished rows (no manifest.json); run prepare into it"
+                f"{folder} holds no finished rows (no manifest.json); run "
+                f"`draftsmith {_maker(folder)}` with this work folder first"
             )
-        manifest = read_json(folder / "manifest.json")
-        if manifest.get("kind") != "rows" or manifest.get("format") != FORMAT:
+        if manifest["format"] != FORMAT:
             raise ValueError(
-                f"{folder}/manifest.json is of kind {manifest.get('kind')!r}, format "
-                f"{manifest.get('format')!r}; this version reads kind 'rows', format {FORMAT}: run "
-                "prepare again"
+                f"{folder}/manifest.json is of format {manifest['format']!r}; this version reads "
+                f"format {FORMAT}: {_again(folder)}"
             )
         name = f"{split}.parquet"
-        if verify and sha256_file(folder / name) != manifest["files"][name]["sha256"]:
+        if verify and file_facts(folder / name) != manifest["files"].get(name):
             raise ValueError(
-                f"{folder / name} differs from its manifest (checksum); run prepare again"
+                f"{folder / name} differs from its manifest (checksum); {_again(folder)}"
             )
         return cls(folder, split, manifest)
 
@@ -177,7 +192,7 @@ class Rows:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`, 0 <= index < len; its token hash is checked."""
+        """Row `index`, 0 <= index < len; its token hash and the sum of its mask are checked."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} in {self._path}")
         group = int(np.searchsorted(self._first, index, "right")) - 1
@@ -197,7 +212,14 @@ class Rows:
         if token_hash(tokens) != row.sha256:
             raise ValueError(
                 f"{self._path}: row {index} (id {row.id!r}): its tokens do not match their hash; "
-                "run prepare again"
+                f"{_again(self.folder)}"
+            )
+        count = int(self.num_supervised[index])
+        if len(row.supervised) != len(tokens) or int(row.supervised.sum()) != count:
+            raise ValueError(
+                f"{self._path}: row {index} (id {row.id!r}): its mask marks "
+                f"{int(row.supervised.sum())} of {len(row.supervised)} tokens, the file counts "
+                f"{count} of {len(tokens)}; {_again(self.folder)}"
             )
         return row
 
@@ -219,6 +241,23 @@ class Rows:
                     f"{fingerprint.get(name)!r}; run prepare with this target"
                 )
 
+    def require_length(self, limit: int | None) -> None:
+        """No row may be longer than the target can read.
+
+        Args:
+            limit: its positions (see models.target.longest_text); None where it names none.
+        Raises:
+            ValueError: names the longest row and both lengths.
+        """
+        if limit is None or not len(self) or int(self.lengths.max()) <= limit:
+            return
+        longest = int(self.lengths.argmax())
+        raise ValueError(
+            f"{self._path}: row {longest} has {int(self.lengths[longest])} tokens, the target "
+            f"reads {limit} (max_position_embeddings in its config.json); prepare with "
+            f"data.rows.max_length={limit} or less"
+        )
+
     def supervised_tokens(self) -> Iterator[np.ndarray]:
         """The supervised ids of one row group after another, [m] int32."""
         for group in range(self._file.num_row_groups):
@@ -238,17 +277,47 @@ class Rows:
         return self._groups[group]
 
 
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of rows; None where the folder has none, so that its rows are not finished.
+
+    Raises:
+        ValueError: a manifest of something else, or one that was altered; names the field.
+    """
+    place = folder / "manifest.json"
+    if not place.exists():
+        return None
+    manifest = read_json(place)
+    if not isinstance(manifest, dict) or "kind" not in manifest:
+        raise ValueError(f"{place} is no manifest; delete it, and {_again(folder)}")
+    if manifest["kind"] != "rows":
+        raise ValueError(
+            f"{folder} holds a {manifest['kind']!r}, not rows; name another folder for the rows"
+        )
+    if manifest.get("format") != FORMAT:  # of another version, whose fields are not known
+        return {"identity": {}, "files": {}, "format": None, **manifest}
+    for name, kind in _SHAPE.items():
+        if not isinstance(manifest.get(name), kind):
+            raise ValueError(
+                f"{place}: {name} is {manifest.get(name)!r:.80}, not a {kind.__name__}; delete the "
+                f"file, and {_again(folder)}"
+            )
+    if manifest["key"] != content_hash(manifest["identity"]):
+        raise ValueError(
+            f"{place}: key is not the hash of identity, so one of them was changed; delete the "
+            f"file, and {_again(folder)}"
+        )
+    return manifest
+
+
 def existing(out: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """The manifest of finished rows in `out` and the names of its damaged files."""
-    if not (out / "manifest.json").exists():
+    manifest = read_manifest(out)
+    if manifest is None:
         return None, []
-    manifest = read_json(out / "manifest.json")
-    if manifest.get("kind") != "rows":
-        raise ValueError(
-            f"{out} holds a {manifest.get('kind')!r}, not rows; choose another folder for the rows"
-        )
-    files = {**manifest.get("files", {})}
-    damaged = [name for name, facts in files.items() if file_facts(out / name) != facts]
+    if manifest["format"] != FORMAT:
+        return manifest, ["manifest.json"]
+    damaged = [name for name, facts in manifest["files"].items() if file_facts(out / name) != facts]
+    damaged += [f"{name}.parquet" for name in FILES if f"{name}.parquet" not in manifest["files"]]
     return manifest, damaged if (out / "ledger.json").exists() else [*damaged, "ledger.json"]
 
 
@@ -257,3 +326,13 @@ def file_facts(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def _maker(folder: Path) -> str:
+    """The command that writes the rows of a folder."""
+    return "regenerate" if folder.name == REGENERATED else "prepare"
+
+
+def _again(folder: Path) -> str:
+    """The remedy for rows that cannot be used."""
+    return f"run {_maker(folder)} again"

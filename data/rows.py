@@ -48,7 +48,7 @@ from .verdict import find_warnings, refuse_useless
 __all__ = ["Prepared", "Progress", "Row", "Rows", "RowsConfig", "prepare"]
 
 Progress = Callable[[int, int | None], None]
-RULES = 2  # raised when the rules of clean.py or render.py change what a record becomes
+RULES = 3  # raised when the rules of clean.py or render.py change what a record becomes
 _BATCH = 128
 
 
@@ -87,6 +87,11 @@ class RowsConfig:
     """Arguments of the chat template; must be those of serving."""
 
     def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError(
+                "data.rows.source is empty, which would be the current folder: give a file or "
+                "folder (. is the current one), pkg://… or hf://…"
+            )
         if self.schema not in ("auto", *SCHEMAS):
             raise ValueError(f"schema {self.schema!r}: choose one of auto, {', '.join(SCHEMAS)}")
         if self.max_length is not None and self.max_length < 3:
@@ -135,14 +140,15 @@ def prepare(
     """Write token rows into `out`, or find them there already.
 
     Args:
-        limit: tokens that the target can read; the length of rows where max_length is null.
+        limit: tokens that the target can read, which max_length may not exceed; the length of
+            rows where that is null.
         tokenizer_fingerprint: of the target's tokenizer and chat template; other fields are not
             looked at.
         progress: called with (records done, records to do or None).
     Raises:
-        ValueError: no known length, unreadable source, no chat template, no supervised token
-            anywhere, a mask that is true everywhere, or nothing left to train on; with the reason
-            and the remedy.
+        ValueError: no known length or one beyond the limit, unreadable source, no chat template,
+            no supervised token anywhere, a mask that is true everywhere, or nothing left to train
+            on; with the reason and the remedy.
     """
     out = Path(out)
     if config.max_length is None:
@@ -152,6 +158,12 @@ def prepare(
                 "(max_position_embeddings in config.json); give data.rows.max_length"
             )
         config = replace(config, max_length=limit)
+    elif limit is not None and config.max_length > limit:
+        raise ValueError(
+            f"data.rows.max_length={config.max_length}: the target reads {limit} tokens "
+            f"(max_position_embeddings in its config.json); give {limit} or less, or null for its "
+            "own limit"
+        )
     source = open_source(config.source, config.torn)
     identity = _identity(config, tokenizer_fingerprint, source.identity)
     old, damage = existing(out)

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..models.files import sha256_file
+from ..models.files import read_json, sha256_file
 from ..models.source import resolve
 from .compression import ByteStream
 from .hub_records import HubRecords, is_dataset
@@ -24,13 +24,20 @@ from .text_records import TextRecords
 
 TORN = ("refuse", "salvage")
 _HEAD = 4096
-_JSON = re.compile(r'\s*(?:\{\s*(?:["}]|$)|\[\s*(?:[\[{"\]\d-]|$))')
+# an object with a key, or a list of them: `[1] a footnote` and `{"quoted"} words` are text
+_JSON = re.compile(r'\s*(?:\[\s*){0,2}(?:\{\s*(?:"(?:[^"\\]|\\.)*(?:"\s*(?::|$)|\\?$)|$)|$)')
 _TEXT_NAMES = (".txt", ".text")
 # what lies beside the data in folders that a hub client or `datasets` wrote
 _NO_DATA = re.compile(
     r"[._].*|readme.*|licen[cs]e.*|.*\.md|dataset_infos?\.json|dataset_dict\.json|state\.json",
     re.IGNORECASE,
 )
+
+
+# a work folder may lie below the source: rows, caches and training runs are no conversations
+_OURS = ("manifest.json", "provenance.json", "run.json")
+_MARKS = ({"command", "config", "versions"}, {"identity", "finished"})
+_LARGEST_MARK = 1 << 26
 
 
 class Reader(Protocol):
@@ -109,16 +116,31 @@ def open_source(source: str | Path, torn: str = "refuse") -> RecordSource:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Data files below a folder in the order of their paths."""
+    """Data files below a folder in the order of their paths, but for what was made of them."""
+    made = {path.parent for name in _OURS for path in folder.rglob(name) if _is_ours(path)}
     found = [
         path
         for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).parts)
         if path.is_file()
+        and made.isdisjoint(path.parents)
         and not any(_NO_DATA.fullmatch(part) for part in path.relative_to(folder).parts)
     ]
     if not found:
         raise ValueError(f"{folder}: the folder holds no files of conversations; name another")
     return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is the mark of rows, a cache or a training run, and not a file of records."""
+    if not path.is_file() or path.stat().st_size > _LARGEST_MARK:
+        return False
+    try:
+        mark = read_json(path)
+    except ValueError:
+        return False
+    return isinstance(mark, dict) and (
+        mark.get("kind") in ("rows", "cache") or any(keys <= mark.keys() for keys in _MARKS)
+    )
 
 
 def _reader(path: Path, salvage: bool) -> tuple[Reader, str]:

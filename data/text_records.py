@@ -84,7 +84,7 @@ def _lines(stream: TextStream) -> Iterator[str]:
     while piece := stream.read(_CHUNK):
         if first:
             piece, first = piece.removeprefix("\ufeff"), False
-        *lines, rest = (rest + piece.replace("\r\n", "\n")).split("\n")
+        *lines, rest = (rest + piece).replace("\r\n", "\n").split("\n")
         for line in lines:
             yield from _divided(line + "\n")
         while len(rest) > _LONGEST:

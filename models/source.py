@@ -21,7 +21,12 @@ def resolve(source: str, dataset: bool = False) -> Path:
         return _resolve_package(source)
     if source.startswith("hf://"):
         return _resolve_hub(source, "dataset" if dataset else "model")
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"source {source!r}: no home folder is known for it ({error}); give the whole path"
+        ) from error
     if not path.exists():
         raise ValueError(
             f"source {source!r}: no such file or folder (looked at {path.absolute()}); give an "
@@ -33,6 +38,8 @@ def resolve(source: str, dataset: bool = False) -> Path:
 
 def _resolve_package(source: str) -> Path:
     package, _, inside = source.removeprefix("pkg://").partition("/")
+    if not package:
+        raise ValueError(f"source {source!r} names no package; write pkg://package/path/inside")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     locations = list(spec.submodule_search_locations or []) if spec else []
     if not locations:

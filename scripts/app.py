@@ -47,6 +47,22 @@ from .cli import VERBS
 
 REFUSED, INTERRUPTED = 2, 130
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+)
+_WRONG_PATH = (
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOENT,
+)
 
 
 @dataclass(frozen=True)
@@ -158,12 +174,15 @@ class Verb:
                 words.append(word)
                 continue
             value = value if equals else next(rest, "")
-            if not value or (not equals and value.startswith("-")):
-                raise ValueError(f"{name} needs a value: {name} N, or {self.flags[name]}=N")
+            if not value or (not equals and ("=" in value or _is_flag(value))):
+                short = f"{name} N" if name[0] == "-" else f"{name}=…"
+                end = short[-1]
+                raise ValueError(f"{name} needs a value: {short}, or {self.flags[name]}={end}")
             words.append(f"{self.flags[name]}={value}")
         return words
 
     def _run(self, given: list[str], console: Console) -> int:
+        _check_launcher(os.environ)
         flags = get_args_parser().parse_intermixed_args(given)
         if flags.help:
             console.print(self.help(), highlight=False, markup=False)
@@ -177,7 +196,8 @@ class Verb:
         if not flags.multirun:
             if any(override.is_sweep_override() for override in parsed):
                 raise ValueError(
-                    "several values for one key: add --multirun to sweep, or write a list as [a,b]"
+                    "several values for one key: add --multirun to sweep, write a list as [a,b], "
+                    "or quote a value that holds a comma: 'key=\"a,b\"'"
                 )
             node = composed(overrides, flags.config_dir)
             to_config(node)
@@ -218,15 +238,38 @@ class Verb:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return INTERRUPTED
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            place = f": {error.filename}" if error.filename else ""
+            if error.errno in _NO_ROOM:
+                _complain(f"{error.strerror}{place}; {self.kept}", error)
+            elif error.errno in _WRONG_PATH and place:
+                _complain(f"{error.strerror}{place}; give another path", error)
+            else:
                 traceback.print_exc()
                 return 1
-            place = f": {error.filename}" if error.filename else ""
-            _complain(f"{error.strerror}{place}; {self.kept}", error)
             return REFUSED
         except Exception:
             traceback.print_exc()
             return 1
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word begins as a flag does, and is no negative number."""
+    return word.startswith("-") and not word[1:].replace(".", "", 1).isdigit()
+
+
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    """What a launcher announces must be whole numbers.
+
+    Raises:
+        ValueError: names the variable and its value.
+    """
+    for name in _LAUNCHER:
+        value = environment.get(name)
+        if value is not None and not (value.isascii() and value.isdigit()):
+            raise ValueError(
+                f"{name}={value!r} in the environment is no whole number: launchers (torchrun, "
+                "srun) set it; unset it to run alone"
+            )
 
 
 def _shown(value: Any) -> str:

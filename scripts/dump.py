@@ -12,7 +12,7 @@ import torch
 
 from ..conf.schema import Config
 from ..data.dump import DumpConfig, Dumped, dump
-from ..data.rows import Rows
+from ..data.rowfile import SPLITS, Rows
 from ..data.store import Store
 from ..models.heads import training_boundaries
 from ..models.provenance import provenance
@@ -40,26 +40,26 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
         settings = dataclasses.replace(settings, **_launched(os.environ))
     if torch_device(config.target.device).type == "cuda":
         torch.cuda.set_device(_local_rank(os.environ))
+    rows = {split: Rows.open(artifacts.learned, split) for split in SPLITS}
     target = Target.load(config.target)
     boundaries = settings.boundaries or training_boundaries(config.head, target.num_layers)
     settings = dataclasses.replace(settings, boundaries=boundaries)
-    done = [_cache(settings, "train", artifacts.cache, target, config, invocation)]
-    if len(Rows.open(artifacts.learned, "heldout")):
+    done = [_cache(settings, rows["train"], artifacts.cache, target, invocation)]
+    if len(rows["heldout"]):
         # Held-out rows are few, and all of them are wanted.
         whole = dataclasses.replace(settings, max_tokens=None)
-        done.append(_cache(whole, "heldout", artifacts.heldout_cache, target, config, invocation))
+        place = artifacts.heldout_cache
+        done.append(_cache(whole, rows["heldout"], place, target, invocation))
     return done
 
 
 def _cache(
     settings: DumpConfig,
-    split: str,
+    rows: Rows,
     out: str,
     target: Target,
-    config: Config,
     invocation: Invocation,
 ) -> Dumped:
-    rows = Rows.open(Artifacts.of(config).learned, split)
     start = time.perf_counter()
     name = out.rpartition("/")[2]
     with progress(invocation.console, name, "tokens") as report:

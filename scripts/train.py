@@ -28,6 +28,7 @@ from ..models.target import (
     eos_ids,
     fingerprint,
     load_tokenizer,
+    longest_text,
     prepare_folder,
     torch_device,
 )
@@ -93,6 +94,7 @@ def train(config: Config, invocation: Invocation) -> None:
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
+    rows.require_length(longest_text(folder))
     boundaries = training_boundaries(config.head, int(target_config.num_hidden_layers))
     feed: Feed = (
         OnlineFeed(config, rows, marks, boundaries, client)
@@ -102,13 +104,13 @@ def train(config: Config, invocation: Invocation) -> None:
     with contextlib.closing(feed):
         identity = _identity(config, feed)
         if rank() == 0 and _begin(artifacts, identity, config, invocation):
-            invocation.say(f"reused: train (key matches; step {config.train.max_steps})")
+            done = read_json(artifacts.run)["finished"]
+            invocation.say(f"reused: train (key matches; step {done})")
         barrier()
         if not _finished(artifacts, identity, config):
-            _train(config, invocation, folder, marks, rows, feed)
+            step = _train(config, invocation, folder, marks, rows, feed)
             if rank() == 0:
-                record = {"identity": identity, "finished": config.train.max_steps}
-                atomic_write_json(artifacts.run, record)
+                atomic_write_json(artifacts.run, {"identity": identity, "finished": step})
             barrier()
 
 
@@ -119,8 +121,8 @@ def _train(
     marks: dict[str, str],
     rows: Rows,
     feed: Feed,
-) -> None:
-    """From the first step, or the newest checkpoint, to the written head."""
+) -> int:
+    """From the first step, or the newest checkpoint, to the written head; the steps of both."""
     artifacts = Artifacts.of(config)
     device = torch_device(config.target.device)
     target_config = AutoConfig.from_pretrained(folder)
@@ -206,6 +208,7 @@ def _train(
             keep(artifacts.head, trainer.head, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
         write_provenance(artifacts.train, invocation.resolved)
+    return result.step
 
 
 def _identity(config: Config, feed: Feed) -> dict[str, Any]:
@@ -252,7 +255,8 @@ def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) ->
     if not artifacts.run.exists() or not (artifacts.head / "config.json").exists():
         return False
     record = read_json(artifacts.run)
-    return record["identity"] == identity and record["finished"] == config.train.max_steps
+    done = record["finished"]
+    return record["identity"] == identity and done is not None and done >= config.train.max_steps
 
 
 def _held_out(config: Config, feed: Feed) -> list[Any] | None:

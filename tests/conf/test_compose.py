@@ -102,10 +102,13 @@ def test_every_option_says_what_it_means() -> None:
 
 
 def test_settings_of_the_live_target_without_it_are_told() -> None:
-    """data.online.* does nothing for a cache: said, not silent; the source is one of two."""
+    """data.online.* does nothing for a cache: said, not silent, and ranks that would do other work
+    are refused; the source is one of two."""
     with pytest.warns(
         UserWarning, match=r"data\.online\.\* is ignored: states come from the cache"
     ):
+        to_config(composed(["data.online.timeout=1"]))
+    with pytest.raises(ValueError, match="target_ranks=1 needs data.source=online"):
         to_config(composed(["data.online.target_ranks=1"]))
     chosen = to_config(composed(["data.source=online", "data.online.target_ranks=1"]))
     assert chosen.data.online.target_ranks == 1

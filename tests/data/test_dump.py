@@ -192,6 +192,22 @@ def test_rows_of_another_tokenizer(toy_target: Target, chats_file: Path, tmp_pat
             OnlineRows(rows, toy_target)
 
 
+def test_rows_longer_than_the_target_reads(
+    toy_target: Target, write_records: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Made for a target of more positions: refused with both lengths, also online."""
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "word " * 1100}]
+    source = str(write_records([{"conversations": turns}]))
+    config, tokenizer = RowsConfig(source, holdout=0, max_length=2048), toy_target.folder
+    prepare(config, load_tokenizer(tokenizer), toy_target.fingerprint, tmp_path / "rows")
+    rows = Rows.open(tmp_path / "rows")
+    message = f"row 0 has {rows.lengths[0]} tokens, the target reads 1024 "
+    with pytest.raises(ValueError, match=message):
+        dump(SMALL, rows, toy_target, tmp_path / "cache")
+    with pytest.raises(ValueError, match=message):
+        OnlineRows(rows, toy_target)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith.data import text_records
 from draftsmith.data.clean import clean
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.sources import RecordSource, open_source
@@ -241,6 +242,37 @@ def test_plain_text(tmp_path: Path, ends: str, packed: bool) -> None:
         records_of(open_source(other))
 
 
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("[1] See the appendix.", "plain text"),
+        ('{"quoted"} words', "plain text"),
+        ('["Hello," she said]', "plain text"),
+        ('[{"text": "[1] See"}]', "JSON list"),
+        ('{ "te\\"xt" : "x", "text": "{words}"}', "JSONL"),
+    ],
+)
+def test_text_that_begins_as_json_does(tmp_path: Path, text: str, form: str) -> None:
+    """In a file named .txt only objects with a key, or a list of them, are JSON."""
+    path = tmp_path / "x.txt"
+    path.write_text(text)
+    source = open_source(path)
+    assert source.form == form
+    [record] = records_of(source)
+    assert form != "plain text" or record == {"text": text}
+
+
+@pytest.mark.parametrize("chunk", range(1, 8))
+def test_a_line_end_that_falls_on_a_chunk_s_border(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CR and LF are one line end wherever the reader stops between them."""
+    monkeypatch.setattr(text_records, "_CHUNK", chunk)
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"one\r\ntwo\r\n\r\nthree\r\n")
+    assert records_of(open_source(path)) == [{"text": "one\ntwo"}, {"text": "three"}]
+
+
 def test_long_documents_are_divided_and_nothing_is_lost(tmp_path: Path) -> None:
     """At a line end where there is one in reach, inside the line where there is none."""
     path = tmp_path / "x.txt"
@@ -287,6 +319,28 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
     assert (source.torn, source.total) == (1, None)
     files = [folder / "a.json", folder / "b" / "x.parquet", folder / "c.jsonl"]
     assert source.identity == {"sha256": [sha256_file(path) for path in files]}
+
+
+def test_what_was_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:
+    """A work folder below the source: rows, caches and runs are passed by, a user's own
+    manifest.json is data."""
+    marks = {
+        "work/rows/manifest.json": {"kind": "rows"},
+        "work/cache/manifest.json": {"kind": "cache"},
+        "work/train/run.json": {"identity": {}, "finished": None},
+        "work/other/provenance.json": {"command": [], "config": {}, "versions": {}},
+    }
+    for name, mark in marks.items():
+        for place in (tmp_path / name, tmp_path / name.replace("work/", "work/own/")):
+            place.parent.mkdir(parents=True)
+            place.write_text(json.dumps(mark))
+            (place.parent / "further").mkdir()
+            (place.parent / "further" / "x.bin").write_bytes(b"no records")
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "manifest.json").write_text(json.dumps(RECORDS))
+    assert records_of(open_source(tmp_path)) == [*RECORDS, *RECORDS]
+    with pytest.raises(ValueError, match="rows: the folder holds no files of conversations"):
+        open_source(tmp_path / "work" / "rows")
 
 
 def test_identity_is_content(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -89,6 +91,73 @@ def test_own_file(tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
+def served(texts: list[str], tokenizer: Any) -> list[int]:
+    """The ids of a chat of user and assistant by turns."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"prompt": "a\ud800b\x07"}, "a\ufffdb"),
+        ({"turns": [{"role": "user", "content": "Hello"}]}, "Hello"),
+        ({"turns": '["Hello", "later"]'}, "Hello"),
+        ([{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "x"}], "Hello"),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
+        ({"prompt": "Hello", "response": "x"}, "Hello"),
+        ({"prompt": "Hello", "text": "Hello x"}, "Hello"),
+    ],
+)
+def test_own_file_is_cleaned_as_rows_are(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase, record: Any, text: str
+) -> None:
+    """Every schema gives what is asked before the first answer; text is cleaned by rule 3."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([record]))
+    [prompt] = load_prompts(str(path), tokenizer=smollm2_tokenizer)
+    assert (prompt.id, prompt.text) == ("prompt-0", text)
+    assert prompt.tokens == served([text], smollm2_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"turns": "Hello"}, "holds no prompt .*'Hello' is no list of texts, nor of messages"),
+        ({"turns": [7]}, r"holds no prompt .*\[7\] is no list of texts"),
+        ({"text": "a document"}, "holds no prompt .*no user turn"),
+        ("Hello", "holds no prompt .*the record is a str"),
+        ({"messages": [{"role": "user"}]}, "holds no prompt .*no user turn .cut_at_missing_text"),
+        ({"prompt": "a<|im_end|>b"}, "turn 1 .user. holds the control token '<.im_end.>', and so"),
+    ],
+)
+def test_own_file_without_a_prompt(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase, record: Any, message: str
+) -> None:
+    """The file, the record and what is wrong with it."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([{"prompt": "x"}, record]))
+    with pytest.raises(ValueError, match=f"mine.json: record 2.* {message}"):
+        load_prompts(str(path), tokenizer=smollm2_tokenizer)
+
+
+def test_a_template_that_refuses_a_prompt(
+    tmp_path: Path, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Named with the file and the record, not as a fault of the template engine."""
+    path = tmp_path / "mine.json"
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
+    path.write_text(json.dumps([{"messages": turns}]))
+    other = copy.deepcopy(smollm2_tokenizer)
+    other.chat_template = "{{ raise_exception('no system turn, please') }}"
+    with pytest.raises(
+        ValueError, match="mine.json: record 1: the chat template refuses .*no system turn"
+    ):
+        load_prompts(str(path), tokenizer=other)
+
+
 def test_larger_limit_warns(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
     """Case 89: fewer prompts than asked for are said."""
     with pytest.warns(UserWarning, match="'mt_bench' holds 80 prompts, 500 were asked for"):
@@ -112,7 +181,7 @@ def test_refusals(
         ("heldout", None, None, "needs the folder of prepared rows"),
         ("heldout", toy_rows, None, "the rows are of the split 'train'"),
         ("mt_bench", None, 0, "limit 0"),
-        (str(path), None, None, "record 2 holds no prompt .* expected prompt, turns, messages"),
+        (str(path), None, None, "record 2 holds no prompt .* expected prompt .a text., turns"),
     ):
         with pytest.raises(ValueError, match=message):
             load_prompts(name, limit=limit, tokenizer=smollm2_tokenizer, rows=rows)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -204,9 +205,69 @@ def test_damaged_rows_are_made_anew(make: Make, name: str) -> None:
         (done.folder / name).write_bytes(bytes(data))
         if name == "train.parquet":
             with pytest.raises(ValueError, match="differs from its manifest"):
-                Rows.open(done.folder, verify=True)
+                Rows.open(done.folder)
         assert make(many(5), holdout=1).changed == (name,)
     assert make(many(5), holdout=1).reused
+
+
+def test_a_changed_loss_mask_is_not_read(make: Make) -> None:
+    """Whoever opens rows compares the checksum; without it, the sum of each row's mask."""
+    done = make(many(5))
+    path = done.folder / "train.parquet"
+    table = pq.read_table(path)
+    lengths = table["length"].to_pylist()
+    all_true = pa.array([[True] * length for length in lengths], pa.list_(pa.bool_()))
+    place = table.column_names.index("supervised")
+    pq.write_table(table.set_column(place, "supervised", all_true), path)
+    with pytest.raises(ValueError, match=r"train.parquet differs from its manifest \(checksum\)"):
+        Rows.open(done.folder)
+    count = Rows.open(done.folder, verify=False).num_supervised[0]
+    of = f"marks {lengths[0]} of {lengths[0]} tokens, the file counts {count} of {lengths[0]}"
+    with pytest.raises(ValueError, match=f"row 0 .id 'id-0'.: its mask {of}; run prepare again"):
+        Rows.open(done.folder, verify=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "is no manifest; delete it, and run prepare again"),
+        ({"key": None}, "key is None, not a str; delete"),
+        ({"files": []}, r"files is \[\], not a dict; delete"),
+        ({"tokenizer": "t"}, "tokenizer is 't', not a dict"),
+        ({"identity": {}}, "key is not the hash of identity"),
+        ({"kind": "cache"}, "holds a 'cache', not rows; name another folder"),
+    ],
+)
+def test_an_altered_manifest_is_refused(make: Make, change: Any, message: str) -> None:
+    """By readers and by prepare, with the field and the remedy."""
+    done = make(many(3))
+    path = done.folder / "manifest.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, **change} if isinstance(change, dict) else change))
+    with pytest.raises(ValueError, match=message):
+        Rows.open(done.folder)
+    with pytest.raises(ValueError, match=message):
+        make(many(3))
+
+
+def test_a_manifest_of_other_counts_or_files(make: Make) -> None:
+    """The count of rows is compared with the file's; files that it does not list are made anew."""
+    done = make(many(3))
+    path = done.folder / "manifest.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "counts": {**whole["counts"], "train": 2}}))
+    with pytest.raises(ValueError, match="holds 3 rows, its manifest counts 2; run prepare again"):
+        Rows.open(done.folder)
+    path.write_text(json.dumps({**whole, "files": {}}))
+    with pytest.raises(ValueError, match="train.parquet differs from its manifest"):
+        Rows.open(done.folder)
+    assert "train.parquet" in make(many(3)).changed
+
+
+def test_missing_rows_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    """The target's own answers come from `regenerate`, not from `prepare`."""
+    with pytest.raises(ValueError, match="rows-regenerated holds no .* `draftsmith regenerate`"):
+        Rows.open(tmp_path / "rows-regenerated")
 
 
 def test_unfinished_rows(make: Make, tmp_path: Path) -> None:
@@ -216,7 +277,7 @@ def test_unfinished_rows(make: Make, tmp_path: Path) -> None:
     done = make(many(5))
     (done.folder / "manifest.json").unlink()
     (done.folder / ".train.parquet.1.tmp").write_bytes(b"x")
-    with pytest.raises(ValueError, match="no finished rows .* run prepare into it"):
+    with pytest.raises(ValueError, match="no finished rows .* run `draftsmith prepare` with"):
         Rows.open(done.folder)
     assert not make(many(5)).reused
     assert sorted(path.name for path in done.folder.iterdir()) == [
@@ -243,7 +304,7 @@ def test_other_format_is_refused(make: Make) -> None:
     done = make(many(3))
     path = done.folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ValueError, match="format 99; this version reads kind 'rows', format 2"):
+    with pytest.raises(ValueError, match="format 99; this version reads format 2: run prepare"):
         Rows.open(done.folder)
     with pytest.raises(ValueError, match="split 'test': choose one of train, heldout"):
         Rows.open(done.folder, "test")
@@ -321,6 +382,7 @@ def test_max_records_stops_before_the_damage(
     [
         ({"max_length": 2}, "max_length 2"),
         ({"min_supervised": 1}, "min_supervised 1"),
+        ({"source": " "}, "data.rows.source is empty"),
         ({"holdout": -1}, "holdout -1"),
         ({"max_records": 0}, "max_records 0"),
         ({"duplicates": "merge"}, "duplicates='merge': choose one of keep, drop"),
@@ -330,7 +392,7 @@ def test_max_records_stops_before_the_damage(
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     """Each names the value."""
     with pytest.raises(ValueError, match=message):
-        RowsConfig("x", **settings)
+        RowsConfig(**{"source": "x", **settings})
 
 
 def test_full_disk_keeps_the_old_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,6 +589,9 @@ def test_the_target_s_own_limit(
     named = RowsConfig(config.source, holdout=0, max_length=512)
     assert prepare(named, smollm2_tokenizer, FINGERPRINT, out).reused
     assert prepare(config, smollm2_tokenizer, FINGERPRINT, out, limit=64).changed == ("max_length",)
+    longer = RowsConfig(config.source, max_length=65)
+    with pytest.raises(ValueError, match="max_length=65: the target reads 64 tokens .* 64 or less"):
+        prepare(longer, smollm2_tokenizer, FINGERPRINT, out, limit=64)
 
 
 def test_rows_emptied_by_truncation_are_warned_of(make: Make) -> None:

@@ -165,6 +165,28 @@ def test_salvage_goes_past_a_bad_line_but_not_past_a_bad_list(tmp_path: Path) ->
         read(whole, "salvage")
 
 
+def test_the_remedy_for_a_damaged_line_is_salvage(tmp_path: Path) -> None:
+    """A list can only be repaired; a line can be left out."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"id": 1, "messages": []}\n{"id" 2, "pad": "..............."}\n{"id": 3}\n')
+    with pytest.raises(ValueError, match="record 2: damaged JSON .*torn=salvage to leave it out"):
+        read(path)
+    path.write_text('[{"id": 1}, {"id" 2, "pad": "................"}, {"id": 3}]')
+    with pytest.raises(ValueError, match="record 2: damaged JSON .*repair the file there$"):
+        read(path)
+
+
+def test_a_comma_before_the_closing_bracket(tmp_path: Path) -> None:
+    """No record is torn: refused as what it is, passed over with salvage."""
+    path = tmp_path / "x.json"
+    path.write_text('[{"id": 1}, {"id": 2}, ]')
+    with pytest.raises(ValueError, match="byte 23, record 3: a comma stands before .*salvage"):
+        read(path)
+    stream = open_source(path, "salvage")
+    assert [record for _, record in stream] == [{"id": 1}, {"id": 2}]
+    assert stream.torn == 0
+
+
 def test_foreign_bytes_are_never_salvaged(tmp_path: Path) -> None:
     """What is not UTF-8 in the middle of a file is another fault than a torn end."""
     path = tmp_path / "x.json"
@@ -188,6 +210,10 @@ def test_unknown_torn_and_missing_file(tmp_path: Path) -> None:
         open_source(tmp_path / "x", "skip")
     with pytest.raises(ValueError, match="no such file"):
         read(tmp_path / "x")
+    with pytest.raises(ValueError, match="'~nosuchuser/x': no home folder is known .*whole path"):
+        open_source("~nosuchuser/x")
+    with pytest.raises(ValueError, match="'pkg://' names no package; write pkg://package/path"):
+        open_source("pkg://")
 
 
 def test_memory_does_not_grow_with_the_file(

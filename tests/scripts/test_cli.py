@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +152,48 @@ def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("number", ["ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG", "ELOOP"])
+def test_a_wrong_path_is_told_as_such(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file where a folder should be, and the like: the path, no traceback. Without a path it is
+    no mistake of the user's."""
+    code = getattr(errno, number)
+
+    def fail(config: Config, _: Invocation) -> None:
+        place = (config.work,) if config.work != "none" else ()
+        raise OSError(code, "cannot be so", *place)
+
+    assert verb(fail).main(["work=a/file"]) == 2
+    err = capsys.readouterr().err
+    assert "draftsmith: cannot be so: a/file; give another path" in err
+    assert "Traceback" not in err
+    assert verb(fail).main(["work=none"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_prepare_into_a_file(
+    elsewhere: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and the path."""
+    (elsewhere / "file").write_text("")
+    chats = elsewhere / "chats.json"
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "an answer"}]
+    chats.write_text(json.dumps([{"conversations": turns}]))
+    target = [f"target.source={smollm2_folder}", f"target.folder={smollm2_folder}"]
+    rows = [f"data.rows.source={chats}", "data.rows.max_length=64", "data.rows.torn=refuse"]
+    assert main(["prepare", f"work={elsewhere / 'file'}", *target, *rows]) == 2
+    assert f"{elsewhere / 'file'}" in capsys.readouterr().err
+
+
+def test_dump_asks_for_its_rows_before_its_target(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading takes minutes; the command that makes the missing rows is named at once."""
+    for answers, maker in (("found", "prepare"), ("regenerated", "regenerate")):
+        words = [f"target.source={elsewhere / 'none'}", f"data.answers={answers}"]
+        assert main(["dump", f"work={elsewhere / 'work'}", *words]) == 2
+        assert f"run `draftsmith {maker}` with this work folder" in capsys.readouterr().err
+
+
 def test_a_fault_of_ours_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """What is not the user's to mend is exit code 1, with everything that helps to mend it."""
 
@@ -172,7 +215,8 @@ def test_several_values_need_multirun(capsys: pytest.CaptureFixture[str]) -> Non
             raise ValueError("too high")
 
     assert verb(task).main(["train.lr=0.1,0.2"]) == 2
-    assert "--multirun" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--multirun" in err and "quote a value that holds a comma: 'key=\"a,b\"'" in err
     assert seen == []
     assert verb(task).main(["--multirun", "train.lr=0.1,0.2,0.3"]) == 2
     assert seen == [0.1, 0.2, 0.3]
@@ -194,6 +238,15 @@ def test_the_launcher_s_own_argument_is_dropped() -> None:
     assert verb(lambda *_: None).main(["--local_rank=0", "train.lr=0.1"]) == 0
 
 
+def test_a_launcher_s_variables_are_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 with the name and the value."""
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    assert verb(lambda *_: None).main([]) == 2
+    assert "LOCAL_RANK='x' in the environment is no whole number" in capsys.readouterr().err
+
+
 def test_next_command_carries_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed can be run as it stands, quoting included."""
     assert verb(lambda _, call: call.next("dump")).main(["work=a b"]) == 0
@@ -213,8 +266,13 @@ def test_a_flag_is_short_for_an_option(words: list[str]) -> None:
 
 def test_a_flag_needs_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and how to write it; --help lists the flags of a verb."""
-    for words in (["--show"], ["--show="], ["--show", "--multirun"]):
-        assert verb(lambda *_: None, flags={"--show": "prepare.show"}).main(words) == 2
+    showing = verb(lambda *_: None, flags={"--show": "prepare.show", "cache": "doctor.cache"})
+    for words in (["--show"], ["--show="], ["--show", "--cfg"], ["--show", "train.lr=1"]):
+        assert showing.main(words) == 2
         assert "--show needs a value: --show N, or prepare.show=N" in capsys.readouterr().err
+    assert showing.main(["cache="]) == 2
+    assert "cache needs a value: cache=…, or doctor.cache=…" in capsys.readouterr().err
+    assert showing.main(["--show", "-1"]) == 2
+    assert "prepare.show=-1: must be 0 or more" in capsys.readouterr().err
     assert main(["prepare", "--help"]) == 0
     assert "--show N  is  prepare.show=N" in capsys.readouterr().out
