@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from draftsmith.data.answers import row_key
 from draftsmith.data.chains import answer_spans
 from draftsmith.data.regenerate import RegenerateConfig, Regenerated, _seed, regenerate
-from draftsmith.data.rowfile import RowWriter
+from draftsmith.data.rowfile import RowWriter, file_facts
 from draftsmith.data.rows import Row, Rows, RowsConfig, prepare
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.drafters import NgramDrafter
@@ -498,8 +498,12 @@ def test_equal_rows_are_answered_once(make: Make, prepared: Path, tmp_path: Path
     writer.add(first)
     writer.add(first)
     writer.close()
-    for name in ("heldout.parquet", "ledger.json", "manifest.json"):
+    for name in ("heldout.parquet", "ledger.json"):
         (twice / name).write_bytes((prepared / name).read_bytes())
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    manifest["counts"]["train"] = 2
+    manifest["files"]["train.parquet"] = file_facts(twice / "train.parquet")
+    (twice / "manifest.json").write_text(json.dumps(manifest))
     done = make("a", twice)
     a, b = Rows.open(done.folder)
     assert a.tokens.tolist() == b.tokens.tolist() and row_key(a) == row_key(b)
