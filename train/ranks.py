@@ -72,7 +72,8 @@ def start(device: torch.device) -> None:
     if "RANK" not in os.environ:
         os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
         # A store in memory: a port could be taken by another run between its choice and its use.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     import_deepspeed(device).init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False
     )
