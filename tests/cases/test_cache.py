@@ -28,7 +28,7 @@ from draftsmith.data.rows import Rows, RowsConfig, prepare
 from draftsmith.data.store import Store
 from draftsmith.models.target import Target, fingerprint, load_tokenizer
 from draftsmith.models.trunk import Trunk
-from draftsmith.scripts.train import probe, state_rms
+from draftsmith.data.probes import probe_source, state_rms
 
 SMALL = DumpConfig(shard_tokens=300, tokens_per_batch=128)
 
@@ -41,7 +41,7 @@ def open_for_training(
     rows.require_tokenizer(marks)
     expect = {**marks, "boundaries": boundaries, "rows_key": rows.key}
     cache = Cache.open(folder, expect, verify)
-    probe(cache, Trunk.load(target, torch.float32, torch.device("cpu"))).refuse_faults(str(folder))
+    probe_source(cache, Trunk.load(target, torch.float32, torch.device("cpu"))).refuse_faults(str(folder))
     assert state_rms(cache) > 0
     return cache
 
