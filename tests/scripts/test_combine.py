@@ -46,6 +46,19 @@ def test_combine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "both" / "provenance.json").exists()
 
 
+def test_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the rows of the first part, and does not overwrite what `train` finds."""
+    write(tmp_path / "a" / "cache", "train", 10)
+    (tmp_path / "a" / "rows").mkdir()
+    (tmp_path / "a" / "rows" / "manifest.json").write_text("{}")
+    out = tmp_path / "both"
+    words = [f"combine.caches=[{tmp_path}/a/cache]", f"combine.out={out}", "overwrite=true"]
+    assert main(["combine", *words, "train.lr=1e-4"]) == 0
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert f"draftsmith train train.lr=1e-4 inputs={tmp_path}/a data.dump.folder={out}" in told
+    assert "overwrite" not in told
+
+
 def test_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cache of the wrong split is no part of it."""
     write(tmp_path / "a", "train", 1)
