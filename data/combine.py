@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ..models.files import content_hash
 from .cache import folder_of
-from .cache_index import MANIFEST, SCHEMA, read_index, read_manifest, write_manifest
+from .cache_index import SCHEMA, find_manifest, read_index, read_manifest, write_manifest
 from .store import Store
 
 _SAME = ("target", "boundaries", "dtype", "hidden_size", "num_layers", "split")
@@ -50,7 +50,7 @@ class CombineConfig:
 
 @dataclass(frozen=True)
 class Combined:
-    """The outcome: `left_out` counts rows by reason (heldout, duplicate, length, id, max_tokens)."""
+    """The outcome. `left_out` counts rows by reason: id, length, heldout, duplicate, max_tokens."""
 
     folder: str
     manifest: dict[str, Any]
@@ -81,7 +81,7 @@ def combine(config: CombineConfig, out: Path | str, overwrite: bool = False) -> 
     lines: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     for source, manifest in zip(sources, manifests, strict=True):
-        table = read_index(source, manifest["index"])
+        table = read_index(source, manifest)
         kept = table.filter(pa.array(choice.of(table), pa.bool_()))
         used = sorted(set(kept["shard"].to_pylist()))
         places = {shard: len(lines) + place for place, shard in enumerate(used)}
@@ -114,7 +114,7 @@ def _held_out(config: CombineConfig) -> set[str]:
     hashes: set[str] = set()
     for place in heldout_caches(config.caches):
         store = Store(place)
-        table = read_index(store, read_manifest(store)["index"])
+        table = read_index(store, read_manifest(store))
         hashes.update(table["sha256"].to_pylist())
     return hashes
 
@@ -135,8 +135,8 @@ class _Choice:
         self.left_out: Counter[str] = Counter()
 
     def of(self, table: pa.Table) -> list[bool]:
-        """One verdict a row of an index. Rows repeat those of earlier caches, not of their own: what
-        stands twice in one cache was wanted twice."""
+        """One verdict a row of an index. Rows repeat those of earlier caches, not of their own:
+        what stands twice in one cache was wanted twice."""
         names = ("id", "length", "sha256", "mask_sha256")
         columns = [table[name].to_pylist() for name in names]
         reasons = [self._reason(*row) for row in zip(*columns, strict=True)]
@@ -204,17 +204,17 @@ def _places(table: pa.Table) -> list[list[int]]:
 
 
 def _refuse(out: Store, key: str, overwrite: bool) -> None:
-    if not out.exists(MANIFEST):
+    there = find_manifest(out)
+    if there is None:
         if any(name.startswith("shard-") for name in out.names()):
             raise ValueError(f"{out.place} holds shards of an unfinished dump; choose another out")
         return
-    there = out.read_json(MANIFEST)
     if "parts" not in there:
         raise ValueError(f"{out.place} holds something else than a combination; choose another out")
-    if there["key"] != key and not overwrite:
+    if there.get("key") != key and not overwrite:
         raise ValueError(
-            f"{out.place} holds another combination, of {', '.join(there['parts'])}; choose "
-            "another out, or overwrite=true to replace it"
+            f"{out.place} holds another combination, of {', '.join(map(str, there['parts']))}; "
+            "choose another out, or overwrite=true to replace it"
         )
 
 
@@ -222,10 +222,7 @@ def _about(
     config: CombineConfig, sources: list[Store], manifests: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The manifest's part that describes where the rows come from."""
-    rows_keys: list[str] = []
-    for manifest in manifests:
-        held = manifest["rows_key"]
-        rows_keys += [key for key in ([held] if isinstance(held, str) else held)]
+    rows_keys = [key for manifest in manifests for key in _list(manifest["rows_key"])]
     both = {
         name: ", ".join(sorted({str(manifest[name]) for manifest in manifests}))
         for name in ("engine", "target_dtype")
@@ -239,6 +236,11 @@ def _about(
             name: getattr(config, name)
             for name in ("max_tokens", "min_length", "max_length", "ids")
         },
-        "probes": [manifest["probes"] for manifest in manifests],
+        "probes": [probes for manifest in manifests for probes in _list(manifest["probes"])],
         "identity": {},
     }
+
+
+def _list(value: Any) -> list[Any]:
+    """What a combination holds of each of its parts, a cache once."""
+    return value if isinstance(value, list) else [value]

@@ -77,6 +77,19 @@ class Store:
         self._files.invalidate_cache()
         return bool(self._files.isfile(self._at(name)))
 
+    def is_file(self) -> bool:
+        """Whether the place is a file instead of a folder."""
+        return self.local.is_file() if self.local else bool(self._files.isfile(self._root))
+
+    def modified(self, name: str) -> float | None:
+        """When a file was written, in seconds since 1970; None where that is not known."""
+        try:
+            if self.local is not None:
+                return (self.local / name).stat().st_mtime
+            return self._files.modified(self._at(name)).timestamp()
+        except (FileNotFoundError, NotImplementedError):
+            return None
+
     def size(self, name: str) -> int:
         """Bytes of a file.
 

@@ -25,6 +25,7 @@ def write(folder: Path, split: str, first: int) -> None:
     )
     about = {"engine": "e", "target": {"weights": "w"}, "target_dtype": "bfloat16", "dtype": "bf16"}
     about |= {"rows_key": f"rows-{first}", "split": split, "num_layers": 1, "probes": {}}
+    about["identity"] = {}
     states = torch.full((4, 8), float(first)).to(torch.bfloat16)
     with CacheWriter(Store(folder), [f"key-{first}"], (1,), 8) as writer:
         writer.submit(0, content, {"tokens": tokens, "supervised": mask, "boundary_1": states})
