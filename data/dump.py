@@ -29,6 +29,10 @@ from .store import Store
 
 Progress = Callable[[int, int | None], None]
 _log = logging.getLogger(__name__)
+_TARGET_REMEDY = (
+    "the target's weights do not fit its config.json, or its dtype is too narrow (try "
+    "target.dtype=float32)"
+)
 _TOLD = 5  # messages of one kind; the rest are counted
 
 
@@ -159,7 +163,7 @@ def dump(
             store, forecast_bytes(needed, target.hidden_size, len(boundaries), config.dtype)
         )
         report = probe_rows(rows, shards[0], target, boundaries, config.dtype)
-        report.refuse_faults(store.place)
+        report.refuse_faults(store.place, _TARGET_REMEDY)
         try:
             _fill(writer, config, rows, target, shards, progress)
             manifest: dict[str, Any] = {}
