@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..models.files import content_hash
 from .cache import folder_of
 from .cache_index import SCHEMA, find_manifest, read_index, read_manifest, write_manifest
-from .store import Store
+from .store import Store, expanded
 
 _SAME = ("target", "boundaries", "dtype", "hidden_size", "num_layers", "split")
 
@@ -189,7 +189,7 @@ def _wanted(path: str | None) -> set[str] | None:
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(expanded(path)).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ValueError(f"combine.ids={path}: no such file; give one id a line") from None
     return {line for line in lines if line}

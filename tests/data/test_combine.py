@@ -108,7 +108,9 @@ def test_repeats_are_those_of_earlier_caches(
     assert Cache.open(tmp_path / "out").rows.tolist() == [0, 1, 2, 3, 1]
 
 
-def test_subset(caches: Path, tmp_path: Path, toy_rows: Rows) -> None:
+def test_subset(
+    caches: Path, tmp_path: Path, toy_rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By length, by tokens, by ids; shards without a wanted row are not named."""
     whole = Cache.open(caches / "all")
     lengths = whole.lengths.tolist()
@@ -126,6 +128,8 @@ def test_subset(caches: Path, tmp_path: Path, toy_rows: Rows) -> None:
     assert cache.rows.tolist() == [2, 30]
     tokens = [part.tolist() for part in cache.supervised_tokens()]
     assert tokens == [toy_rows[r].tokens[toy_rows[r].supervised].tolist() for r in (2, 30)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert joined(caches, "~/named", "all", ids="~/ids", overwrite=True).folder == named.folder
     (tmp_path / "ids").write_text("nobody\n")
     with pytest.raises(ValueError, match=r"1 ids are in none of .*\['nobody'\]"):
         joined(caches, tmp_path / "none", "all", ids=str(tmp_path / "ids"))
