@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .cache_index import read_index, read_manifest
-from .quantise import DTYPES, dequantise, has_scale
+from .quantise import dequantise, has_scale
 from .rowfile import token_hash
 from .runs import RunIndex
 from .shards import ShardFile, boundary_name, mask_hash, scale_name, shard_name
@@ -61,7 +61,7 @@ class Cache:
         self.boundaries: tuple[int, ...] = tuple(manifest["boundaries"])
         self.hidden_size: int = manifest["hidden_size"]
         self.dtype: str = manifest["dtype"]
-        table = read_index(store, manifest["index"])
+        table = read_index(store, manifest)
         self.ids: list[str] = table["id"].to_pylist()
         self.lengths: np.ndarray = table["length"].to_numpy()
         self.rows: np.ndarray = table["row"].to_numpy()
@@ -89,16 +89,12 @@ class Cache:
             verify: read every shard once and compare its checksum; the index and the shards'
                 headers are compared in any case.
         Raises:
-            ValueError: unfinished, another format, a damaged or foreign shard, or a field that
-                differs; names it, both values and what to do.
+            ValueError: no cache, unfinished, another format, a damaged or altered manifest, a
+                damaged or foreign shard, or a field that differs; names it, both values and what
+                to do.
         """
         store = Store(path)
         manifest = read_manifest(store)
-        if manifest["dtype"] not in DTYPES:
-            raise ValueError(
-                f"{store.place}: dtype {manifest['dtype']!r} is not known; dump again with one of "
-                f"{', '.join(DTYPES)}"
-            )
         _compare(store, manifest, expect or {})
         cache = cls(store, manifest)
         for number in range(len(manifest["shards"])):

@@ -13,6 +13,7 @@ others' shards, and writes index and manifest, which are the same bytes for any 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -26,7 +27,9 @@ from .shards import ShardFacts, ShardFile, ShardRows, shard_name, write_shard
 from .store import Store
 
 _log = logging.getLogger(__name__)
+_QUARANTINE_SHARE = 0.01
 _SPARE = 1.02  # headers, index and manifest
+_STALE = 3600.0  # seconds; no file is being written for so long
 _POLL, _LONGEST_POLL, _TELL_EVERY = 0.1, 5.0, 30.0  # seconds
 
 
@@ -58,6 +61,22 @@ def check_free_space(store: Store, needed: int) -> None:
             f"the cache needs {needed / 1e9:.3f} GB more and {store.place} has {free / 1e9:.3f} GB "
             "free; lower data.dump.max_tokens, cache fewer boundaries, take data.dump.dtype=fp8, "
             "or choose another disk"
+        )
+
+
+def refuse_many(left_out: list[str], planned: int) -> None:
+    """A row with non-finite states is left out; many are no accident.
+
+    Args:
+        left_out: ids. planned: how many rows were to be cached.
+    Raises:
+        ValueError: more than 1 %, and more than one.
+    """
+    if len(left_out) > max(1, int(_QUARANTINE_SHARE * planned)):
+        raise ValueError(
+            f"{len(left_out)} of {planned} rows have non-finite states (first: {left_out[:5]}), "
+            f"more than {_QUARANTINE_SHARE:.0%}; try target.dtype=float32, or look at the target's "
+            "weights"
         )
 
 
@@ -113,13 +132,24 @@ class CacheWriter:
         for name in self.store.names():
             shard = name.strip(".").split(".")[0] + ".safetensors"
             if name.startswith(".") and name.endswith(".tmp"):
-                # another rank may be writing its own
-                if shard in mine or (self.rank == 0 and shard not in planned):
+                # another rank may be writing its own, and a second dump this rank's
+                due = shard in mine or (self.rank == 0 and shard not in planned)
+                if due and self._forsaken(name):
                     self._remove(name, "it is unfinished")
             elif name in mine:
                 self._judge(name, mine[name])
             elif self.rank == 0 and name.startswith("shard-") and name not in planned:
                 self._remove(name, "the plan has no such shard")
+
+    def _forsaken(self, name: str) -> bool:
+        """Whether nobody writes this temporary file, whose name ends with its writer's process."""
+        written = self.store.modified(name)
+        if written is not None and time.time() - written > _STALE:
+            return True
+        if self.store.local is None:
+            return False
+        process = name.split(".")[-2]
+        return not (process.isdecimal() and _alive(int(process)))
 
     def _judge(self, name: str, number: int) -> None:
         try:
@@ -199,7 +229,8 @@ class CacheWriter:
         Args:
             about: what the manifest says besides the files: target, probes, counts' context.
         Raises:
-            ValueError: a shard is missing, or not what was planned.
+            ValueError: a shard is missing, or not what was planned; too many rows of all ranks
+                were left out.
         """
         self.flush()
         facts: list[ShardFacts] = []
@@ -219,6 +250,21 @@ class CacheWriter:
             for content in contents
             for row, name, tokens in content.quarantined
         ]
+        rows = sum(len(content.rows) for content in contents) + len(quarantined)
+        refuse_many([str(each["id"]) for each in quarantined], rows)
         about = {**about, "boundaries": list(self.boundaries), "hidden_size": self.hidden_size}
         lines = [asdict(fact) for fact in facts]
         return write_manifest(self.store, key, about, index_of(contents), lines, quarantined)
+
+
+def _alive(process: int) -> bool:
+    """Whether another process of this machine has this number."""
+    if process == os.getpid():  # of an earlier run that had the number: this one has begun none
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -17,8 +17,8 @@ from typing import Any
 
 from ..models.target import Target, longest_text
 from .cache import intact
-from .cache_index import MANIFEST
-from .cache_writer import CacheWriter, check_free_space, forecast_bytes
+from .cache_index import find_manifest
+from .cache_writer import CacheWriter, check_free_space, forecast_bytes, refuse_many
 from .plan import cache_key, changes, plan_shards, shard_keys, states_identity
 from .prefill import probe_rows, shard_states
 from .probes import ProbeReport
@@ -29,7 +29,10 @@ from .store import Store
 
 Progress = Callable[[int, int | None], None]
 _log = logging.getLogger(__name__)
-_QUARANTINE_SHARE = 0.01
+_TARGET_REMEDY = (
+    "the target's weights do not fit its config.json, or its dtype is too narrow (try "
+    "target.dtype=float32)"
+)
 _TOLD = 5  # messages of one kind; the rest are counted
 
 
@@ -145,7 +148,7 @@ def dump(
         "shard_tokens": config.shard_tokens,
         "max_tokens": config.max_tokens,
     }
-    old = _finished(store)
+    old = find_manifest(store)
     changed = _changed(old, identity)
     if old and not changed and intact(store, old):
         return Dumped(store.place, old, True, len(keys), len(keys))
@@ -161,7 +164,7 @@ def dump(
             store, forecast_bytes(needed, target.hidden_size, len(boundaries), config.dtype)
         )
         report = probe_rows(rows, shards[0], target, boundaries, config.dtype)
-        report.refuse_faults(store.place)
+        report.refuse_faults(store.place, _TARGET_REMEDY)
         try:
             _fill(writer, config, rows, target, shards, progress)
             manifest: dict[str, Any] = {}
@@ -212,7 +215,7 @@ def _fill(
             )
             writer.submit(number, content, tensors)
             left_out += content.quarantined
-        _stop_at_many(left_out, sum(map(len, shards)))
+        refuse_many([name for _, name, _ in left_out], sum(map(len, shards)))
         done += size
         tell(done, 0)
     writer.flush()
@@ -239,18 +242,6 @@ def _about(identity: dict[str, Any], target: Target, report: ProbeReport) -> dic
         "identity": identity,
         "probes": report.to_json(),
     }
-
-
-def _finished(store: Store) -> dict[str, Any] | None:
-    """The manifest of the finished cache in the folder, of whatever format."""
-    if not store.exists(MANIFEST):
-        return None
-    manifest = store.read_json(MANIFEST)
-    if manifest.get("kind") != "cache":
-        raise ValueError(
-            f"{store.place} holds {manifest.get('kind')!r}, not a cache; choose another folder"
-        )
-    return {"identity": {}, **manifest}
 
 
 def _changed(old: dict[str, Any] | None, identity: dict[str, Any]) -> tuple[str, ...]:
@@ -281,16 +272,19 @@ def _refuse_loss(
             f"{store.place} holds a combination of other caches; choose another folder, or "
             "overwrite=true to replace it"
         )
-    lines = old["shards"]
-    lost = [n for n, line in enumerate(lines) if line.get("key") != dict(enumerate(keys)).get(n)]
     if old.get("format") != FORMAT:
-        lost = list(range(len(lines)))
-    there = old["identity"]
-    same = old.get("split") == split
-    same = same and all(there.get(name) == value for name, value in states.items())
-    if lost and not (same and lost == [len(lines) - 1]):
+        there = sum(name.startswith("shard-") for name in store.names())
+        lost, grown = there, False
+    else:
+        lines, identity = old["shards"], old["identity"]
+        kept = dict(enumerate(keys))
+        places = [n for n, line in enumerate(lines) if line["key"] != kept.get(n)]
+        there, lost = len(lines), len(places)
+        same = all(identity.get(name) == value for name, value in states.items())
+        grown = same and old["split"] == split and places == [there - 1]
+    if lost and not grown:
         raise ValueError(
-            f"{store.place} holds a finished cache, of which {len(lost)} of {len(lines)} shards "
+            f"{store.place} holds a finished cache, of which {lost} of {there} shards "
             f"would be thrown away ({'; '.join(changed) or 'rows of other content'}); choose "
             "another folder, or overwrite=true to replace them"
         )
@@ -301,12 +295,3 @@ def _tell_messages(store: Store, messages: list[str]) -> None:
         _log.warning("%s: %s", store.place, message)
     if len(messages) > _TOLD:
         _log.warning("%s: and %d more files removed", store.place, len(messages) - _TOLD)
-
-
-def _stop_at_many(left_out: list[tuple[int, str, int]], planned: int) -> None:
-    if len(left_out) > max(1, int(_QUARANTINE_SHARE * planned)):
-        raise ValueError(
-            f"{len(left_out)} of {planned} rows have non-finite states (first: "
-            f"{[name for _, name, _ in left_out[:5]]}), more than {_QUARANTINE_SHARE:.0%}; try "
-            "target.dtype=float32, or look at the target's weights"
-        )

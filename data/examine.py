@@ -88,11 +88,11 @@ def examine_cache(
         cache = Cache.open(folder, verify=True)
     except ValueError as error:
         return Examination((Finding("files", "fault", str(error)),), None, (), None)
-    findings = [_files(cache), _target(cache, fingerprint, trunk)]
-    if trunk.hidden_size != cache.hidden_size:
-        return Examination(tuple(findings), cache, (), None)
     sample = _sample(cache, rows, seed)
-    findings.append(_mask(cache))
+    sizes = _other_sizes(cache, sample, target, trunk)
+    findings = [_files(cache), _target(cache, fingerprint, sizes), _mask(cache)]
+    if sizes:
+        return Examination(tuple(findings), cache, sample, None)
     report = _probe(cache, trunk, sample)
     if report is None:
         findings.append(Finding("shift", "note", "boundary L is not in this cache: not looked at"))
@@ -126,11 +126,25 @@ def _files(cache: Cache) -> Finding:
     )
 
 
-def _target(cache: Cache, fingerprint: dict[str, str], trunk: Trunk) -> Finding:
-    made = cache.manifest["target"]
-    differing = [name for name in made if made[name] != fingerprint.get(name)]
+def _other_sizes(
+    cache: Cache, sample: tuple[int, ...], target: Target | None, trunk: Trunk
+) -> list[str]:
+    """In which sizes the cache does not fit the target: nothing but the mask can be examined
+    then."""
+    told: list[str] = []
     if trunk.hidden_size != cache.hidden_size:
-        differing.append(f"hidden size ({cache.hidden_size}, the target's {trunk.hidden_size})")
+        told.append(f"hidden size ({cache.hidden_size}, the target's {trunk.hidden_size})")
+    if target is not None and target.num_layers != _last(cache):
+        told.append(f"layers ({_last(cache)}, the target's {target.num_layers})")
+    highest = max(int(cache.row(index).tokens.max()) for index in sample)
+    if highest >= trunk.vocab_size:
+        told.append(f"vocabulary (token {highest}, the target's ends at {trunk.vocab_size - 1})")
+    return told
+
+
+def _target(cache: Cache, fingerprint: dict[str, str], sizes: list[str]) -> Finding:
+    made = cache.manifest["target"]
+    differing = [name for name in made if made[name] != fingerprint.get(name)] + sizes
     if differing:
         return Finding(
             "target",
@@ -185,7 +199,7 @@ def _probed(report: ProbeReport) -> Iterator[Finding]:
         if verdict == OK:
             yield Finding(name, "ok", numbers[name])
         elif verdict == INCONCLUSIVE:
-            yield Finding(name, "note", f"{numbers[name]}: the target itself predicts too little")
+            yield Finding(name, "note", f"{numbers[name]}: too little to tell")
         else:
             yield Finding(name, "fault", verdict, "dump again; train nothing on these states")
 

@@ -1,7 +1,8 @@
 """Probes that name the classic faults of hidden states before anything is trained on them.
 
 shift:  the likelihood of x_{p+1} under lm_head(norm(h_p)) must beat that of x_p and of x_{p+2} by a
-        wide margin; another winner means that the states are shifted against the tokens.
+        wide margin; another winner means that the states are shifted against the tokens. Only
+        positions whose three tokens differ can tell.
 norm:   the state through the final norm must predict better than without it; the reverse means that
         the states were normed already.
 argmax: the cached states and the engine, run anew on each row alone, must choose the same token;
@@ -12,6 +13,8 @@ back, argmax (which looks for states of another place) on the exact ones; and wh
 is measured: how often the two choose the same token, and how much likelihood is lost.
 
 A target that predicts nothing (random weights) makes the first two inconclusive: said, not refused.
+One whose embedding is its lm_head may know x_p a little better than the rest, from the embedding
+alone: that is a shift only where argmax says so too, or the rest is far behind.
 Legend: N packed tokens, H hidden, V vocabulary, R rows.
 """
 
@@ -29,7 +32,8 @@ from ..kernels.shift import row_ends
 from ..models.trunk import Trunk
 from .batches import RowSource
 
-MARGIN = 0.5  # nats
+MARGIN, FAR = 0.5, 2.0  # nats
+LEAST = 8  # positions
 AGREEMENT = 0.98
 TIE = 0.02  # of the height of the best logit over the mean: closer than this is a tie
 _CHUNK = 256
@@ -41,8 +45,9 @@ OK, INCONCLUSIVE = "ok", "inconclusive"
 @dataclass(frozen=True)
 class ProbeReport:
     """What the probes measured (nats) and found; a verdict is ok, inconclusive, or the fault's
-    name. dtype_agreement and dtype_nll compare the states as read back with the exact bf16 ones:
-    the share of equal choices, and by how much the likelihood of x_{p+1} got worse; None for bf16.
+    name. positions: those that were counted. dtype_agreement and dtype_nll compare the states as
+    read back with the exact bf16 ones: the share of equal choices, and by how much the likelihood
+    of x_{p+1} got worse; None for bf16.
     """
 
     positions: int
@@ -54,23 +59,26 @@ class ProbeReport:
     dtype_nll: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest."""
-        return asdict(self)
+        """For the manifest; null for what is not finite."""
+        shifts = {name: _finite(value) for name, value in self.shift_nll.items()}
+        rest = {"raw_nll": _finite(self.raw_nll), "dtype_nll": _finite(self.dtype_nll)}
+        return {**asdict(self), "shift_nll": shifts, **rest}
 
     @property
     def faults(self) -> list[str]:
         """The names of the faults found."""
         return [text for text in self.verdicts.values() if text not in (OK, INCONCLUSIVE)]
 
-    def refuse_faults(self, where: str) -> None:
+    def refuse_faults(self, where: str, remedy: str = "dump again, into another folder") -> None:
         """Raise on any fault.
 
         Raises:
-            ValueError: the faults with their numbers.
+            ValueError: the faults with their numbers, and the remedy.
         """
         if self.faults:
             raise ValueError(
-                f"{where}: {'; '.join(self.faults)}. Nothing learnt from such states would be right"
+                f"{where}: {'; '.join(self.faults)}. Nothing learnt from such states would be "
+                f"right: {remedy}"
             )
 
 
@@ -98,6 +106,10 @@ def probe_states(
         raise ValueError(
             f"the probes need a row of at least 3 tokens; the {len(starts) - 1} rows are shorter"
         )
+    after, last = tokens.roll(-1), tokens.roll(-2)
+    telling = whole & (tokens != after) & (after != last) & (tokens != last)
+    enough = int(telling.sum()) >= LEAST
+    whole = telling if enough else whole
     sums: dict[str, float] = dict.fromkeys(("-1", "0", "+1", "raw", "exact"), 0.0)
     agree = compared = same = 0
     for begin in range(0, tokens.shape[0], _CHUNK):
@@ -122,12 +134,13 @@ def probe_states(
     agreement = round(agree / compared, 4) if compared else None
     raw_nll, exact_nll = means.pop("raw"), means.pop("exact")
     knows = math.log(trunk.vocab_size) - MARGIN
+    disagree = agreement is not None and agreement < AGREEMENT
     verdicts = {
-        "shift": _shift_verdict(means, knows),
+        "shift": _shift_verdict(means, knows, disagree) if enough else INCONCLUSIVE,
         "norm": _norm_verdict(means["0"], raw_nll, knows),
     }
     if agreement is not None:
-        verdicts["argmax"] = OK if agreement >= AGREEMENT else _argmax_fault(agreement)
+        verdicts["argmax"] = _argmax_fault(agreement) if disagree else OK
     if exact is None:
         return ProbeReport(count, means, raw_nll, agreement, verdicts)
     kept = round(same / tokens.shape[0], 4)
@@ -146,7 +159,11 @@ def _agreements(cached: Tensor, engine: Tensor) -> int:
     return int((best - chosen <= TIE * (best - engine.mean(-1))).sum())
 
 
-def _shift_verdict(nll: dict[str, float], knows: float) -> str:
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _shift_verdict(nll: dict[str, float], knows: float, disagree: bool) -> str:
     if not all(map(math.isfinite, nll.values())):
         return f"shift: the likelihoods are not finite ({nll})"
     if min(nll.values()) > knows:
@@ -154,6 +171,8 @@ def _shift_verdict(nll: dict[str, float], knows: float) -> str:
     best = min(nll, key=lambda name: nll[name])
     if best == "0" and nll["0"] + MARGIN <= min(nll["-1"], nll["+1"]):
         return OK
+    if best == "-1" and not disagree and nll["0"] - nll["-1"] <= FAR:
+        return INCONCLUSIVE
     place = {
         "-1": "the states lie one position late: h_p predicts x_p",
         "0": f"h_p predicts x_(p+1) by less than {MARGIN} nats better than its neighbours",
@@ -164,7 +183,7 @@ def _shift_verdict(nll: dict[str, float], knows: float) -> str:
 
 
 def _norm_verdict(normed: float, raw: float, knows: float) -> str:
-    if min(normed, raw) > knows or (math.isfinite(normed) and abs(normed - raw) < 0.02):
+    if not math.isfinite(raw) or min(normed, raw) > knows or abs(normed - raw) < 0.02:
         return INCONCLUSIVE
     if normed < raw:
         return OK

@@ -31,6 +31,20 @@ _ONE_PUT = {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "o
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def expanded(place: str) -> str:
+    """A path with the home folder for ~ (~NAME: that user's), or a URL as it is.
+
+    Raises:
+        ValueError: nobody is called NAME.
+    """
+    if not place.startswith("~"):
+        return place
+    try:
+        return str(Path(place).expanduser())
+    except RuntimeError as error:
+        raise ValueError(f"{place}: {error}; write the folder's whole name") from None
+
+
 class Store:
     """One folder.
 
@@ -39,11 +53,12 @@ class Store:
     Attributes:
         place: as text, without a slash at its end. local: the path, None where it is remote.
     Raises:
-        ValueError: a URL whose protocol fsspec does not know, or whose library is not installed.
+        ValueError: a URL whose protocol fsspec does not know, or whose library is not installed;
+            the home folder of a user who is not known.
     """
 
     def __init__(self, place: Path | str) -> None:
-        self.place = str(place).rstrip("/") or "/"
+        self.place = expanded(str(place).rstrip("/") or "/")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.place)
         except (ValueError, ImportError) as error:
@@ -76,6 +91,19 @@ class Store:
             return (self.local / name).is_file()
         self._files.invalidate_cache()
         return bool(self._files.isfile(self._at(name)))
+
+    def is_file(self) -> bool:
+        """Whether the place is a file instead of a folder."""
+        return self.local.is_file() if self.local else bool(self._files.isfile(self._root))
+
+    def modified(self, name: str) -> float | None:
+        """When a file was written, in seconds since 1970; None where that is not known."""
+        try:
+            if self.local is not None:
+                return (self.local / name).stat().st_mtime
+            return self._files.modified(self._at(name)).timestamp()
+        except (FileNotFoundError, NotImplementedError):
+            return None
 
     def size(self, name: str) -> int:
         """Bytes of a file.
@@ -165,7 +193,8 @@ class Store:
     def sibling(self, name: str) -> Store:
         """The folder of that name beside this one."""
         if self.local is not None:
-            return Store(self.local.absolute().parent / name)
+            # as `reference` sees it: a link's neighbours are those of the folder that it names
+            return Store(self.local.resolve().parent / name)
         return Store(f"{self.place.rpartition('/')[0]}/{name}")
 
     def reference(self, other: Store) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -46,6 +47,7 @@ from ..conf.schema import Config
 from .cli import VERBS
 
 REFUSED, INTERRUPTED = 2, 130
+_OVERWRITE = re.compile(r"[+]*([\w.]+\.)?overwrite=")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _LAUNCHER = (
     "RANK",
@@ -91,8 +93,10 @@ class Invocation:
             self.say(f"  [green]{name:<{width}}[/]  {escape(str(place))}")
 
     def next(self, verb: str, *further: str) -> None:
-        """Say which command comes next over the same run."""
-        words = shlex.join(["draftsmith", verb, *self.overrides, *further])
+        """Say which command comes next over the same run. Leave to overwrite was given to this one
+        alone."""
+        kept = [word for word in self.overrides if not _OVERWRITE.match(word)]
+        words = shlex.join(["draftsmith", verb, *kept, *further])
         self.say(f"[bold]next:[/] {escape(words)}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..conf.schema import Config
+from ..data.store import expanded
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Artifacts:
     @classmethod
     def of(cls, config: Config) -> Artifacts:
         """Those of a configuration."""
-        work = Path(config.work)
-        inputs = Path(config.inputs or work)
+        work = Path(expanded(config.work))
+        inputs = Path(expanded(config.inputs)) if config.inputs else work
         suffix = "" if config.data.answers == "found" else "-regenerated"
         cache = config.data.dump.folder or str(inputs / f"cache{suffix}")
-        return cls(work, inputs, inputs / f"rows{suffix}", cache.rstrip("/"))
+        return cls(work, inputs, inputs / f"rows{suffix}", expanded(cache.rstrip("/")))
 
     @property
     def rows(self) -> Path:
@@ -75,7 +76,7 @@ class Artifacts:
         Raises:
             ValueError: nothing is there; says how to make it.
         """
-        path = self.head if folder is None else Path(folder)
+        path = self.head if folder is None else Path(expanded(folder))
         if not (path / "config.json").exists():
             remedy = (
                 "run `draftsmith train` first" if folder is None else "name a native head folder"
@@ -85,4 +86,4 @@ class Artifacts:
 
     def exported(self, layout: str, folder: str | None) -> Path:
         """The folder of an export."""
-        return self.work / "export" / layout if folder is None else Path(folder)
+        return self.work / "export" / layout if folder is None else Path(expanded(folder))

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 
 from ..conf.schema import Config
-from ..data.combine import CombineConfig, combine
+from ..data.combine import CombineConfig, combine, heldout_caches
 from ..data.store import Store
 from ..models.provenance import provenance
 from .app import Invocation, Verb
@@ -18,20 +18,14 @@ def run(config: Config, invocation: Invocation) -> None:
     out = (config.combine.out or Artifacts.of(config).cache).rstrip("/")
     _write(config.combine, out, config.overwrite, invocation)
     written = {"combination": out}
-    heldout = tuple(
-        place
-        for place in (f"{cache.rstrip('/')}-heldout" for cache in config.combine.caches)
-        if Store(place).exists("manifest.json")
-    )
-    if heldout:
+    if heldout := heldout_caches(config.combine.caches):
         # Held-out rows are few, and all of them are wanted.
         whole = CombineConfig(caches=heldout)
         written["heldout"] = f"{out}-heldout"
         _write(whole, written["heldout"], config.overwrite, invocation)
     invocation.wrote(**written)
-    named = [] if config.combine.out is None else [f"data.dump.folder={out}"]
     invocation = dataclasses.replace(invocation, overrides=_kept(invocation.overrides))
-    invocation.next("train", *named)
+    invocation.next("train", *_further(config, out))
 
 
 def _write(choice: CombineConfig, out: str, overwrite: bool, invocation: Invocation) -> None:
@@ -44,6 +38,19 @@ def _write(choice: CombineConfig, out: str, overwrite: bool, invocation: Invocat
         f"{len(done.manifest['shards'])} shards of {len(choice.caches)} caches; left out: "
         f"{left_out or 'none'}"
     )
+
+
+def _further(config: Config, out: str) -> list[str]:
+    """What the next command must be told: where the combination lies, and the rows of its first
+    part, where they are found beside it."""
+    named = [] if config.combine.out is None else [f"data.dump.folder={out}"]
+    first = Store(config.combine.caches[0]).local
+    if config.inputs or first is None or not (first.parent / "rows" / "manifest.json").exists():
+        return named
+    named = [f"inputs={first.parent}", f"data.dump.folder={out}"]
+    if first.name == "cache-regenerated":
+        named.append("data.answers=regenerated")
+    return named
 
 
 def _kept(overrides: tuple[str, ...]) -> tuple[str, ...]:

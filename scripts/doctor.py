@@ -31,7 +31,8 @@ def run(config: Config, invocation: Invocation) -> None:
         ValueError: the faults found, each with its remedy.
     """
     settings = config.doctor
-    place = settings.cache or Artifacts.of(config).cache
+    artifacts = Artifacts.of(config)
+    place = settings.cache or artifacts.cache
     folder = prepare_folder(config.target)
     if settings.target:
         target = Target.load(config.target)
@@ -43,7 +44,7 @@ def run(config: Config, invocation: Invocation) -> None:
         place, target, trunk, fingerprint(folder), rows=settings.rows, seed=settings.seed
     )
     _tell(found.findings, invocation)
-    out = Path(config.work) / "doctor"
+    out = artifacts.work / "doctor"
     record = {
         "cache": place,
         "findings": [dataclasses.asdict(finding) for finding in found.findings],

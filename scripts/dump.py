@@ -90,7 +90,7 @@ def _cache(
     probes = done.manifest["probes"]
     told = ", ".join(f"{name} {verdict}" for name, verdict in probes["verdicts"].items())
     invocation.say(f"probes: {told}")
-    if probes["dtype_agreement"] is not None:
+    if probes["dtype_nll"] is not None:
         invocation.say(
             f"{settings.dtype} against bf16: the same token at {probes['dtype_agreement']:.1%} of "
             f"the probed positions, {probes['dtype_nll']:+.4f} nats"

@@ -52,7 +52,7 @@ class CacheFeed:
     """Caches below the run's inputs; needs no target. The checksums are compared by rank 0.
 
     Raises:
-        ValueError: no cache, or one that is stale or damaged.
+        ValueError: no cache, or one that is stale, damaged or of the other split.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class CacheFeed:
     ) -> None:
         self._artifacts = Artifacts.of(config)
         place = self._artifacts.cache
-        self._cache = Cache.open(place, {**marks, "rows_key": rows.key}, verify=rank() == 0)
+        expect = {**marks, "rows_key": rows.key, "split": "train"}
+        self._cache = Cache.open(place, expect, verify=rank() == 0)
         held = self._cache.boundaries
         if not set(boundaries) <= set(held):
             raise ValueError(
@@ -78,7 +79,7 @@ class CacheFeed:
         rows = Rows.open(self._artifacts.learned, "heldout")
         if not len(rows):
             return None
-        expect = {**self._expect, "rows_key": rows.key}
+        expect = {**self._expect, "rows_key": rows.key, "split": "heldout"}
         return Cache.open(self._artifacts.heldout_cache, expect, verify=rank() == 0)
 
     def close(self) -> None:

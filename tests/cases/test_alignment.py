@@ -75,7 +75,7 @@ def test_case_02_packed_rows_that_slid_never_reach_the_disk(
 class Fine:
     """A probe report without faults."""
 
-    def refuse_faults(self, where: str) -> None:
+    def refuse_faults(self, where: str, remedy: str) -> None:
         """None to refuse."""
 
 

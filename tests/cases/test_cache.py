@@ -21,14 +21,15 @@ from safetensors.torch import load, save_file
 from draftsmith.data import prefill as prefill_module
 from draftsmith.data import store as store_module
 from draftsmith.data.cache import Cache
+from draftsmith.data.cache_index import sealed
 from draftsmith.data.cache_writer import forecast_bytes
 from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.plan import plan_shards, shard_keys, states_identity
+from draftsmith.data.probes import probe_source, state_rms
 from draftsmith.data.rows import Rows, RowsConfig, prepare
 from draftsmith.data.store import Store
 from draftsmith.models.target import Target, fingerprint, load_tokenizer
 from draftsmith.models.trunk import Trunk
-from draftsmith.scripts.train import probe, state_rms
 
 SMALL = DumpConfig(shard_tokens=300, tokens_per_batch=128)
 
@@ -41,7 +42,9 @@ def open_for_training(
     rows.require_tokenizer(marks)
     expect = {**marks, "boundaries": boundaries, "rows_key": rows.key}
     cache = Cache.open(folder, expect, verify)
-    probe(cache, Trunk.load(target, torch.float32, torch.device("cpu"))).refuse_faults(str(folder))
+    probe_source(cache, Trunk.load(target, torch.float32, torch.device("cpu"))).refuse_faults(
+        str(folder)
+    )
     assert state_rms(cache) > 0
     return cache
 
@@ -181,11 +184,25 @@ def manifest_cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
-def manifest_lacks(folder: Path) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["boundaries"]
-    path.write_text(json.dumps(manifest))
+def of_manifest(change: Callable[[dict[str, Any]], Any], name: str) -> Callable[[Path], None]:
+    """An injury of the manifest's content that leaves it JSON."""
+
+    def injure(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+
+    injure.__name__ = name
+    return injure
+
+
+def manifest_is_a_list(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]\n")
+
+
+def of_rows(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"kind": "rows", "format": 2}\n')
 
 
 def unfinished(folder: Path) -> None:
@@ -212,7 +229,32 @@ INJURIES: list[tuple[Callable[[Path], None], str]] = [
     (index_damaged, r"index\.parquet: its \d+ bytes differ from what the manifest promises"),
     (index_missing, r"index\.parquet is missing although the manifest names it"),
     (manifest_cut, r"manifest\.json is not valid JSON at character \d+"),
-    (manifest_lacks, r"manifest\.json lacks boundaries"),
+    (manifest_is_a_list, r"manifest\.json holds no JSON object"),
+    (of_rows, r"manifest\.json describes 'rows', not a cache"),
+    (
+        of_manifest(lambda manifest: manifest.pop("boundaries"), "manifest_lacks"),
+        r"manifest\.json lacks boundaries; delete it and run dump again",
+    ),
+    (
+        of_manifest(lambda manifest: manifest["shards"].pop(), "shard_not_named"),
+        r"manifest\.json differs from the checksum that it holds of itself",
+    ),
+    (
+        of_manifest(lambda manifest: manifest["shards"][1].pop("key"), "shard_without_key"),
+        r"manifest\.json lacks shards\[1\]\.key",
+    ),
+    (
+        of_manifest(lambda manifest: manifest["counts"].update(tokens=7), "count_changed"),
+        r"manifest\.json differs from the checksum that it holds of itself",
+    ),
+    (
+        of_manifest(lambda manifest: manifest.update(num_layers=3), "layers_changed"),
+        r"manifest\.json differs from the checksum that it holds of itself",
+    ),
+    (
+        of_manifest(lambda manifest: manifest.update(boundaries=None), "boundaries_null"),
+        r"manifest\.json has None as boundaries, expected a list",
+    ),
     (unfinished, "the dump is not finished"),
 ]
 
@@ -312,6 +354,19 @@ def test_case_61_too_many_such_rows_stop_the_run(
         dump(SMALL, toy_rows, poisoned(20, 30), tmp_path)
 
 
+def test_case_61_ranks_count_them_together(
+    toy_rows: Rows, poisoned: Callable[..., Target], tmp_path: Path
+) -> None:
+    """One such row in a rank's share is let pass, one in each is not: nothing is finished."""
+    plan = plan_shards(toy_rows.lengths, 300, None)
+    sick = poisoned(plan[2][0], plan[3][0])
+    dump(replace(SMALL, rank=1, world_size=2), toy_rows, sick, tmp_path)
+    with pytest.raises(ValueError, match=r"2 of 36 rows have non-finite .* more than 1%; try"):
+        dump(replace(SMALL, rank=0, world_size=2), toy_rows, sick, tmp_path)
+    with pytest.raises(ValueError, match="the dump is not finished"):
+        Cache.open(tmp_path)
+
+
 @pytest.mark.parametrize("value", [b"\xc0\x7f", b"\x80\x7f"])
 def test_case_62_states_that_are_not_finite_never_arrive(
     copy: Path, toy_folder: Path, toy_rows: Rows, value: bytes
@@ -352,7 +407,7 @@ def test_case_63_each_change_gives_new_keys(
     assert set(before) != set(after) and set(before) & set(after)
     manifest = json.loads((copy / "manifest.json").read_text())
     del manifest["target"]["chat_template"]
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(ValueError, match="the cache has no field 'chat_template' to compare"):
         open_for_training(copy, toy_target.folder, toy_rows)
 

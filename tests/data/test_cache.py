@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from draftsmith.data import cache as cache_module
 from draftsmith.data import cache_writer as writer_module
 from draftsmith.data import store as store_module
 from draftsmith.data.cache import Cache
+from draftsmith.data.cache_index import find_manifest, sealed
 from draftsmith.data.cache_writer import CacheWriter, check_free_space, forecast_bytes
 from draftsmith.data.quantise import quantise
 from draftsmith.data.rows import Rows
@@ -37,10 +40,12 @@ ABOUT = {
     "rows_key": "k",
     "split": "train",
     "num_layers": 2,
+    "identity": {},
     "probes": {},
 }
 SHARDS = [[0, 1, 2], [4], [5, 6]]
 KEYS = ["key-0", "key-1", "key-2"]
+NOBODY = 1 << 22 | 1  # more than Linux ever numbers
 
 
 def states(row: int, boundary: int, length: int) -> torch.Tensor:
@@ -100,7 +105,7 @@ def reseal(folder: Path, name: str) -> None:
     line = next(line for line in manifest["shards"] if line["name"] == name)
     line["bytes"] = len(data)
     line["header_sha256"] = hashlib.sha256(data[: head_size(data)]).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def rewrite(
@@ -181,6 +186,70 @@ def test_unfinished_cache(folder: Path) -> None:
     """No manifest means that the dump goes on when it is run again."""
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match="the dump is not finished .* run it again, it goes on"):
+        Cache.open(folder)
+    with pytest.raises(ValueError, match=r"manifest\.json is a file; name the folder of a cache"):
+        (folder / "manifest.json").touch()
+        Cache.open(folder / "manifest.json")
+
+
+def test_what_is_no_cache(tmp_path: Path) -> None:
+    """A mistyped name, an empty folder, somebody else's folder: nothing is said of a dump that goes
+    on."""
+    with pytest.raises(ValueError, match="nowhere does not exist; correct the name, or run"):
+        Cache.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="memory://nowhere/cache does not exist; correct"):
+        Cache.open("memory://nowhere/cache")
+    with pytest.raises(ValueError, match="holds no cache .neither manifest.json nor shards"):
+        Cache.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"kind": "rows", "format": 2}')
+    with pytest.raises(ValueError, match="json describes 'rows', not a cache; name another folder"):
+        Cache.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"target": []}, r"has \[\] as target, expected an object"),
+        ({"target": {"weights": 3}}, r"has 3 as target\.weights, expected text"),
+        ({"boundaries": None}, "has None as boundaries, expected a list"),
+        ({"boundaries": [1, "2"]}, r"has '2' as boundaries\[1\], expected a whole number"),
+        ({"boundaries": [1, 3]}, r"has the boundaries \[1, 3\] of 2 layers"),
+        ({"boundaries": []}, r"has the boundaries \[\] of 2 layers"),
+        ({"hidden_size": True}, "has True as hidden_size, expected a whole number"),
+        ({"rows_key": None}, "has None as rows_key, expected text"),
+        ({"index": {}}, r"lacks index\.bytes, index\.sha256"),
+        ({"shards": {}}, "has {} as shards, expected a list"),
+        ({"shards": []}, "names no shard"),
+        ({"shards": [{"name": "a"}]}, r"lacks shards\[0\]\.key, shards\[0\]\.bytes"),
+        (
+            {"quarantined": [[3, "a", 4]]},
+            r"has \[3, 'a', 4\] as quarantined\[0\], expected",
+        ),
+        ({"quarantined": []}, "counts 1 rows left out and names 0"),
+        ({"dtype": "fp7"}, "dtype 'fp7' is not known"),
+    ],
+)
+def test_a_manifest_of_wrong_form(folder: Path, change: dict[str, Any], told: str) -> None:
+    """Its own checksum right, as a faulty writer would leave it: the field is named, by the reader
+    and by a dump that finds it."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **change})))
+    with pytest.raises(ValueError, match=f"manifest.json:? {told}"):
+        Cache.open(folder)
+    with pytest.raises(ValueError, match=f"manifest.json:? {told}"):
+        find_manifest(Store(folder))
+
+
+def test_a_manifest_that_its_index_belies(folder: Path) -> None:
+    """Counts and places of rows are compared, whatever the checksums say."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    counts = {**manifest["counts"], "supervised": 1}
+    path.write_text(json.dumps(sealed({**manifest, "counts": counts})))
+    with pytest.raises(ValueError, match=r"counts are not those of index\.parquet, .* 1 \(\d+\)"):
+        Cache.open(folder)
+    path.write_text(json.dumps(sealed({**manifest, "shards": manifest["shards"][:-1]})))
+    with pytest.raises(ValueError, match=r"row 4 .* lies at 0 in shard 2, outside the 2 shards"):
         Cache.open(folder)
 
 
@@ -276,7 +345,7 @@ def test_states_that_are_not_finite_never_arrive(folder: Path, value: float) -> 
 def test_writer_keeps_whole_shards_only(folder: Path, toy_rows: Rows) -> None:
     """After a kill: shards with their key stay, everything else goes with a message."""
     whole = (folder / "shard-00000.safetensors").read_bytes()
-    (folder / ".shard-00003.safetensors.1.tmp").write_bytes(b"half")
+    (folder / f".shard-00003.safetensors.{NOBODY}.tmp").write_bytes(b"half")
     second = folder / "shard-00001.safetensors"
     data = bytearray(second.read_bytes())
     data[-10:] = bytes(10)
@@ -288,7 +357,7 @@ def test_writer_keeps_whole_shards_only(folder: Path, toy_rows: Rows) -> None:
         assert writer.missing() == [1, 3]
     assert (folder / "shard-00000.safetensors").read_bytes() == whole
     told = "\n".join(writer.messages)
-    assert "removed .shard-00003.safetensors.1.tmp: it is unfinished" in told
+    assert f"removed .shard-00003.safetensors.{NOBODY}.tmp: it is unfinished" in told
     assert "removed shard-00001.safetensors" in told
     assert "data differ from the checksum in its header" in told
     assert "removed shard-00003.safetensors: inside it is shard 2" in told
@@ -310,14 +379,29 @@ def test_writer_removes_shards_of_other_content(folder: Path) -> None:
 
 def test_a_second_rank_touches_its_own_shards_alone(folder: Path) -> None:
     """Another rank's shards, its temporary files and the manifest are left to their owners."""
-    others = {folder / "shard-00000.safetensors", folder / ".shard-00002.safetensors.9.tmp"}
-    (folder / ".shard-00002.safetensors.9.tmp").write_bytes(b"half")
-    (folder / ".shard-00001.safetensors.9.tmp").write_bytes(b"half")
+    foreign = folder / f".shard-00002.safetensors.{NOBODY}.tmp"
+    others = {folder / "shard-00000.safetensors", foreign}
+    foreign.write_bytes(b"half")
+    (folder / f".shard-00001.safetensors.{NOBODY}.tmp").write_bytes(b"half")
     others |= {folder / name for name in ("manifest.json", "index.parquet")}
     with CacheWriter(Store(folder), ["a", "b", "c"], (1, 2), H, rank=1, world_size=2) as writer:
         assert list(writer.own) == [1]
     assert len(writer.messages) == 2
     assert set(folder.iterdir()) == {*others, folder / "shard-00002.safetensors"}
+
+
+def test_a_file_that_another_process_writes_stays(folder: Path) -> None:
+    """A second dump of the same rank, started by mistake, leaves the first one's temporary file,
+    until it is an hour old; that of a process which had this one's number is left over."""
+    young = folder / f".shard-00000.safetensors.{os.getppid()}.tmp"
+    old = folder / f".shard-00001.safetensors.{os.getppid()}.tmp"
+    mine = folder / f".shard-00002.safetensors.{os.getpid()}.tmp"
+    for path in (young, old, mine):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 4000, time.time() - 4000))
+    with CacheWriter(Store(folder), KEYS, (1, 2), H) as writer:
+        assert len(writer.kept) == 3
+    assert {path for path in (young, old, mine) if path.exists()} == {young}
 
 
 def test_waiting_names_the_missing_shards(

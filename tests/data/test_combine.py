@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from draftsmith.data.cache import Cache
 from draftsmith.data.combine import CombineConfig, Combined, combine
 from draftsmith.data.dump import DumpConfig, dump
-from draftsmith.data.rows import Rows
+from draftsmith.data.rows import Row, Rows, RowsConfig, prepare
 from draftsmith.data.store import Store
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, load_tokenizer
 
 CONFIG = DumpConfig(shard_tokens=300, tokens_per_batch=128)
 
@@ -60,7 +62,55 @@ def test_merge_counts_duplicates(caches: Path, tmp_path: Path) -> None:
         Cache.open(tmp_path / "both", {"rows_key": "other"})
 
 
-def test_subset(caches: Path, tmp_path: Path, toy_rows: Rows) -> None:
+def test_no_row_that_any_cache_holds_out_is_taught(
+    toy_rows: Rows, toy_target: Target, chats_file: Path, tmp_path: Path
+) -> None:
+    """The same chats, split by other seeds: what one holds out is training data of the other."""
+    hashes: dict[str, set[str]] = {"train": set(), "heldout": set()}
+    for name, seed in (("a", 0), ("b", 7)):
+        rows = tmp_path / name / "rows"
+        config = RowsConfig(str(chats_file), holdout=4, max_length=2048, seed=seed)
+        prepare(config, load_tokenizer(toy_target.folder), toy_target.fingerprint, rows)
+        for split, place in (("train", "cache"), ("heldout", "cache-heldout")):
+            read = Rows.open(rows, split)
+            hashes[split] |= {row.sha256 for row in read}
+            dump(CONFIG, read, toy_target, tmp_path / name / place)
+    both = hashes["train"] & hashes["heldout"]
+    assert len(both) > 4
+    done = joined(tmp_path, tmp_path / "out", "a/cache", "b/cache")
+    assert done.left_out == {"heldout": len(both), "duplicate": 40 - len(hashes["heldout"])}
+    taught = pq.read_table(tmp_path / "out" / "index.parquet")["sha256"].to_pylist()
+    assert set(taught) == hashes["train"] - hashes["heldout"]
+    (tmp_path / "b" / "cache-heldout" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="b/cache-heldout: the dump is not finished"):
+        joined(tmp_path, tmp_path / "other", "a/cache", "b/cache")
+
+
+def test_repeats_are_those_of_earlier_caches(
+    toy_target: Target, chats_file: Path, tmp_path: Path
+) -> None:
+    """A row that stands twice in one cache is no duplicate; one with another mask neither."""
+    chats = json.loads(chats_file.read_text())[:3]
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps([*chats, chats[0]]))
+    config = RowsConfig(str(source), holdout=0, max_length=2048)
+    prepare(config, load_tokenizer(toy_target.folder), toy_target.fingerprint, tmp_path / "rows")
+
+    class Changed(Rows):
+        def __getitem__(self, index: int) -> Row:
+            read = super().__getitem__(index)
+            return read if index != 1 else replace(read, supervised=~read.supervised)
+
+    for name, kind in (("a", Rows), ("b", Changed)):
+        dump(CONFIG, kind.open(tmp_path / "rows"), toy_target, tmp_path / name)
+    done = joined(tmp_path, tmp_path / "out", "a", "b")
+    assert done.left_out == {"duplicate": 3}
+    assert Cache.open(tmp_path / "out").rows.tolist() == [0, 1, 2, 3, 1]
+
+
+def test_subset(
+    caches: Path, tmp_path: Path, toy_rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By length, by tokens, by ids; shards without a wanted row are not named."""
     whole = Cache.open(caches / "all")
     lengths = whole.lengths.tolist()
@@ -78,6 +128,8 @@ def test_subset(caches: Path, tmp_path: Path, toy_rows: Rows) -> None:
     assert cache.rows.tolist() == [2, 30]
     tokens = [part.tolist() for part in cache.supervised_tokens()]
     assert tokens == [toy_rows[r].tokens[toy_rows[r].supervised].tolist() for r in (2, 30)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert joined(caches, "~/named", "all", ids="~/ids", overwrite=True).folder == named.folder
     (tmp_path / "ids").write_text("nobody\n")
     with pytest.raises(ValueError, match=r"1 ids are in none of .*\['nobody'\]"):
         joined(caches, tmp_path / "none", "all", ids=str(tmp_path / "ids"))

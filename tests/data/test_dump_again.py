@@ -18,6 +18,7 @@ from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.plan import plan_shards, shard_keys, states_identity
 from draftsmith.data.rowfile import Row
 from draftsmith.data.rows import Rows
+from draftsmith.data.store import Store
 from draftsmith.inference.capture import capture
 from draftsmith.models.files import read_json
 from draftsmith.models.target import Target
@@ -136,6 +137,48 @@ def test_lost_and_cut_shards_of_a_finished_cache_are_renewed(
     third.write_bytes(third.read_bytes()[:-1])
     done = dump(SMALL, toy_rows, toy_target, folder)
     assert done.resumed == done.shards - 2
+    assert contents(folder) == contents(undisturbed)
+
+
+def test_a_manifest_that_another_rank_removes_is_none(
+    undisturbed: Path,
+    toy_rows: Rows,
+    toy_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first rank takes the old manifest away while the second looks for it."""
+    folder = tmp_path / "cache"
+    shutil.copytree(undisturbed, folder)
+    (folder / "index.parquet").unlink()
+    exists = Store.exists
+
+    def seen_and_gone(store: Store, name: str) -> bool:
+        there = exists(store, name)
+        if name == "manifest.json":
+            store.delete(name)
+        return there
+
+    monkeypatch.setattr(Store, "exists", seen_and_gone)
+    done = dump(replace(SMALL, rank=1, world_size=2), toy_rows, toy_target, folder)
+    assert not done.manifest and done.resumed == done.shards
+
+
+def test_a_damaged_manifest_is_no_reason_to_write(
+    undisturbed: Path, toy_rows: Rows, toy_target: Target, tmp_path: Path
+) -> None:
+    """Nobody knows what it promised: it is named, nothing is removed, and without it the dump goes
+    on."""
+    folder = tmp_path / "cache"
+    shutil.copytree(undisturbed, folder)
+    for text in ("[]", '{"kind": "cache", "format": 2}'):
+        (folder / "manifest.json").write_text(text)
+        before = contents(folder)
+        with pytest.raises(ValueError, match="manifest.json .*; delete it and run"):
+            dump(SMALL, toy_rows, toy_target, folder)
+        assert contents(folder) == before
+    (folder / "manifest.json").unlink()
+    dump(SMALL, toy_rows, toy_target, folder)
     assert contents(folder) == contents(undisturbed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +204,37 @@ def test_another_target(plant: Plant) -> None:
     found = plant.examine(plant.cache(target=other))
     told = {fault.check: fault.told for fault in found.faults}
     assert "tokenizer, weights differ" in told["target"]
+
+
+def test_a_target_of_other_sizes(plant: Plant, tiny_llama_folder: Callable[..., Path]) -> None:
+    """What needs the target is left out, and said; files and mask are looked at."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1}
+    target = Target.load(
+        TargetConfig(str(tiny_llama_folder(**sizes)), dtype="float32", device="cpu")
+    )
+    place = plant.cache()
+    for given in (target, None):
+        found = examine_cache(place, given, target.trunk, target.fingerprint, rows=len(TALKS))
+        checks = {finding.check: finding for finding in found.findings}
+        assert list(checks) == ["files", "target", "mask"] and found.probes is None
+        told = checks["target"].told
+        assert "the states come from another target: " in told
+        assert f"hidden size ({plant.target.hidden_size}, the target's" in told
+        assert "vocabulary (token " in told and "the target's ends at 63)" in told
+        assert ("layers (30, the target's 1)" in told) == (given is not None)
+        assert checks["mask"].verdict == "ok"
+
+
+def test_a_target_of_fewer_layers(plant: Plant, smollm2_folder: Path, tmp_path: Path) -> None:
+    """The depth alone differs."""
+    folder = tmp_path / "shallow"
+    shutil.copytree(smollm2_folder, folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "num_hidden_layers": 2}))
+    target = Target.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
+    found = examine_cache(plant.cache(), target, target.trunk, target.fingerprint)
+    told = {fault.check: fault.told for fault in found.faults}
+    assert list(told) == ["target"] and "layers (30, the target's 2)" in told["target"]
 
 
 def test_alignment_of_a_row(plant: Plant) -> None:

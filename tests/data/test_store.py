@@ -75,6 +75,28 @@ def test_references(tmp_path: Path) -> None:
     assert remote.reference(here) == str(tmp_path / "a")
 
 
+def test_references_from_a_link(tmp_path: Path) -> None:
+    """Both directions take a linked folder for the one it names."""
+    (tmp_path / "real" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    linked, beside = Store(tmp_path / "link"), Store(tmp_path / "real" / "b")
+    assert linked.reference(beside) == "../b"
+    assert linked.resolve("../b").place == beside.place
+
+
+def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is the home folder, never a folder of that name; an unknown user is told."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    store = Store("~/caches/a")
+    store.write("x", [b"1"])
+    assert store.local == tmp_path / "caches" / "a" and Store(store.place).names() == ["x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["caches"]
+    assert Store("~").local == tmp_path
+    with pytest.raises(ValueError, match="~nosuchuser/x: .*; write the folder's whole name"):
+        Store("~nosuchuser/x")
+
+
 def test_full_disk_is_a_clean_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 64: nothing half-written stays, and the message says how to go on."""
 

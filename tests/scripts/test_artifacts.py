@@ -27,6 +27,21 @@ def test_answers_choose_rows_and_caches() -> None:
     ]
 
 
+def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ stands for the home folder in every name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ['work="~/w"', 'inputs="~/i"', 'data.dump.folder="~/c"']
+    found = Artifacts.of(to_config(composed(words)))
+    assert (found.train, found.rows) == (Path("/home/me/w/train"), Path("/home/me/i/rows"))
+    assert (found.cache, found.heldout_cache) == ("/home/me/c", "/home/me/c-heldout")
+    assert found.exported("vllm", "~/e") == Path("/home/me/e")
+    assert Artifacts.of(to_config(composed(words[:1]))).rows == Path("/home/me/w/rows")
+    with pytest.raises(ValueError, match="/h holds no head"):
+        found.head_or("~/h")
+    with pytest.raises(ValueError, match="~nosuchuser/w: "):
+        Artifacts.of(to_config(composed(['work="~nosuchuser/w"'])))
+
+
 def test_other_answers_are_refused() -> None:
     """With the choices."""
     with pytest.raises(ValueError, match="data.answers=new is not known"):

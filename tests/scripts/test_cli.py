@@ -140,6 +140,13 @@ def test_an_interruption_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -
     assert "interrupted; all is kept" in capsys.readouterr().err
 
 
+def test_the_next_command_overwrites_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """What this command may throw away is no word about the next one's folder."""
+    words = ("work=w", "overwrite=true", "data.dump.overwrite=true", "+overwrite=true", "seed=1")
+    Invocation("dump", words, {}).next("train", "inputs=w")
+    assert capsys.readouterr().out == "next: draftsmith train work=w seed=1 inputs=w\n"
+
+
 def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     """The system's own words, the file, and what is kept; no traceback."""
 

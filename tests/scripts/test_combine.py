@@ -25,6 +25,7 @@ def write(folder: Path, split: str, first: int) -> None:
     )
     about = {"engine": "e", "target": {"weights": "w"}, "target_dtype": "bfloat16", "dtype": "bf16"}
     about |= {"rows_key": f"rows-{first}", "split": split, "num_layers": 1, "probes": {}}
+    about["identity"] = {}
     states = torch.full((4, 8), float(first)).to(torch.bfloat16)
     with CacheWriter(Store(folder), [f"key-{first}"], (1,), 8) as writer:
         writer.submit(0, content, {"tokens": tokens, "supervised": mask, "boundary_1": states})
@@ -44,6 +45,19 @@ def test_combine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Cache.open(tmp_path / "both").ids == ["id-10", "id-20"]
     assert Cache.open(tmp_path / "both-heldout").ids == ["id-15", "id-25"]
     assert (tmp_path / "both" / "provenance.json").exists()
+
+
+def test_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the rows of the first part, and does not overwrite what `train` finds."""
+    write(tmp_path / "a" / "cache", "train", 10)
+    (tmp_path / "a" / "rows").mkdir()
+    (tmp_path / "a" / "rows" / "manifest.json").write_text("{}")
+    out = tmp_path / "both"
+    words = [f"combine.caches=[{tmp_path}/a/cache]", f"combine.out={out}", "overwrite=true"]
+    assert main(["combine", *words, "train.lr=1e-4"]) == 0
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert f"draftsmith train train.lr=1e-4 inputs={tmp_path}/a data.dump.folder={out}" in told
+    assert "overwrite" not in told
 
 
 def test_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
