@@ -124,7 +124,8 @@ def test_states_that_are_not_finite_are_no_success(captured: Captured) -> None:
 
 def zeros(target: Target) -> tuple[Tensor, Tensor]:
     """A run of one token, and its states."""
-    tokens = torch.full((60,), load_tokenizer(target.folder).convert_tokens_to_ids("0"))
+    name = int(load_tokenizer(target.folder).encode("0", add_special_tokens=False)[0])
+    tokens = torch.full((60,), name)
     return tokens, capture(target, [tokens], (target.num_layers,))[target.num_layers]
 
 
