@@ -70,7 +70,8 @@ def start(device: torch.device) -> None:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ:
-        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        # DeepSpeed asks for this one; RANK would make a child process take itself for a rank.
+        os.environ.setdefault("LOCAL_RANK", "0")
         # A store in memory: a port could be taken by another run between its choice and its use.
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -51,3 +53,20 @@ def test_launches_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match="launch each run of a sweep by itself"):
         set_apart(1)
+
+
+def test_a_run_alone_announces_no_launch() -> None:
+    """A process that it starts afterwards would take itself for a rank of a launch."""
+    code = (
+        "import os, torch; from draftsmith.train.ranks import start, world_size; "
+        "before = dict(os.environ); start(torch.device('cpu')); assert world_size() == 1; "
+        "print(sorted(set(os.environ) - set(before)))"
+    )
+    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    bare = {name: value for name, value in os.environ.items() if name not in launch}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True
+    )
+    added = done.stdout.splitlines()[-1]
+    named = {name for name in launch if f"'{name}'" in added}
+    assert named <= {"LOCAL_RANK"}, added  # DeepSpeed asks for it
