@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..models.files import atomic_write_bytes
+from ..models.files import atomic_write_bytes, changes
 from .rowfile import Row
 
 Answers = tuple[np.ndarray, ...]
@@ -36,15 +36,6 @@ def row_key(row: Row) -> str:
     digest = hashlib.sha256(np.ascontiguousarray(row.tokens, "<i4").tobytes())
     digest.update(np.packbits(row.supervised).tobytes())
     return digest.hexdigest()
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The settings that differ, with both values; empty where none does."""
-    return "; ".join(
-        f"{name} {before.get(name)!r} -> {now.get(name)!r}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    )
 
 
 class AnswerStore:
@@ -78,7 +69,8 @@ class AnswerStore:
             table = self._load(path) if _NAME.fullmatch(path.name) else None
             if table is None:
                 continue
-            changed = differences(json.loads(table.schema.metadata[b"settings"]), self._settings)
+            settings = json.loads(table.schema.metadata[b"settings"])
+            changed = "; ".join(changes(settings, self._settings))
             if changed:
                 others.setdefault(changed, []).append(path)
                 rows += table.num_rows

@@ -15,15 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from .rowfile import Row
-
-
-def answer_spans(supervised: np.ndarray) -> list[tuple[int, int]]:
-    """(start, end) of each unbroken run of true in [n] bool."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], supervised.astype(np.int8), [0]))))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+from .runs import supervised_spans
 
 
 @dataclass(eq=False)
@@ -43,7 +36,7 @@ class Chain:
     spans: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spans = answer_spans(self.row.supervised)
+        self.spans = supervised_spans(self.row.supervised)
 
     @property
     def cut(self) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from .marks import Part
+from .runs import supervised_spans
 
 
 def cut_part(
@@ -34,15 +35,10 @@ def cut_part(
         supervised[whole:] = False
         if not supervised.any():
             return "no_whole_answer"
-    if longest_run(supervised) < min_supervised:
+    longest = max(end - start for start, end in supervised_spans(supervised))
+    if longest < min_supervised:
         return "too_short"
     notes["truncated"] += truncated
     notes["cut_mid_answer"] += within
     end = int(np.flatnonzero(supervised)[-1]) + 1
     return tokens[:end], supervised[:end]
-
-
-def longest_run(supervised: np.ndarray) -> int:
-    """Length of the longest unbroken run of true in [n] bool."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], supervised.astype(np.int8), [0]))))
-    return int((edges[1::2] - edges[::2]).max(initial=0))

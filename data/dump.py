@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..models.files import changes
 from ..models.target import Target, longest_text
 from .cache import intact
 from .cache_index import find_manifest
 from .cache_writer import CacheWriter, check_free_space, forecast_bytes, refuse_many
-from .plan import cache_key, changes, plan_shards, shard_keys, states_identity
+from .plan import cache_key, plan_shards, shard_keys, states_identity
 from .prefill import probe_rows, shard_states
 from .probes import ProbeReport
 from .quantise import DTYPES

@@ -82,15 +82,3 @@ def shard_keys(states: dict[str, Any], rows: Rows, shards: list[list[int]]) -> l
 def cache_key(states: dict[str, Any], keys: list[str]) -> str:
     """The key of a cache, from those of its shards."""
     return content_hash({**states, "shards": keys})
-
-
-def changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """`field old -> new` of every field that differs, nested ones with dotted names."""
-    told: list[str] = []
-    for name in sorted({*old, *new}):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            told += changes(before, after, f"{path}{name}.")
-        elif before != after:
-            told.append(f"{path}{name} {before!r} -> {after!r}")
-    return told

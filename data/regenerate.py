@@ -26,12 +26,12 @@ from ..inference.config import EngineConfig, SamplingParams
 from ..inference.drafters import Drafter
 from ..inference.engine import Engine
 from ..inference.sequence import Sequence
-from ..models.files import content_hash, read_json
+from ..models.files import changes, content_hash, read_json
 from ..models.target import Target
-from .answers import AnswerStore, differences, row_key
+from .answers import AnswerStore, row_key
 from .chains import Chain
 from .regenerated import write_rows
-from .rowfile import FORMAT, SPLITS, Rows, file_facts
+from .rowfile import FORMAT, SPLITS, Rows, existing
 
 Progress = Callable[[int, int | None], None]
 RULES = 1  # raised when the rules of chains.py change what a row becomes
@@ -136,7 +136,10 @@ def regenerate(
         **{name: getattr(config, name) for name in ("cut_answers", "max_rows", "max_tokens")},
     }
     key = content_hash(identity)
-    if (old := _finished(out, settings, overwrite)) and _whole(out, old, key):
+    old, damaged = existing(out)
+    if old is not None:
+        _refuse_others(out, old, settings, overwrite)
+    if old is not None and old["key"] == key and not damaged:
         return Regenerated(out, old, read_json(out / "ledger.json"), True, 0, 0, ())
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob(".*.tmp"):
@@ -245,39 +248,19 @@ def _settings(config: RegenerateConfig, target: Target, limit: int) -> dict[str,
     }
 
 
-def _finished(out: Path, settings: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of finished rows in `out`. Those of other settings are not replaced unasked."""
-    place = out / "manifest.json"
-    if not place.exists():
-        return None
-    manifest = read_json(place)
-    if not isinstance(manifest, dict):
-        raise ValueError(
-            f"{place} holds no JSON object, it is damaged: delete it and run regenerate again, "
-            "which makes the rows anew from the answers beside it"
-        )
-    identity = manifest.get("identity")
-    before = identity.get("answers") if isinstance(identity, dict) else None
-    if manifest.get("kind") != "rows" or not isinstance(before, dict):
+def _refuse_others(
+    out: Path, old: dict[str, Any], settings: dict[str, Any], overwrite: bool
+) -> None:
+    """Finished rows of other settings are not replaced unasked."""
+    before = old["identity"].get("answers")
+    if not isinstance(before, dict):
         raise ValueError(f"{out} holds no regenerated rows; choose another folder for them")
-    changed = differences(before, settings)
+    changed = changes(before, settings)
     if changed and not overwrite:
         raise ValueError(
-            f"{out} holds finished answers of other settings ({changed}); choose another work "
-            "folder, or overwrite=true to replace them"
+            f"{out} holds finished answers of other settings ({'; '.join(changed)}); choose "
+            "another work folder, or overwrite=true to replace them"
         )
-    return manifest
-
-
-def _whole(out: Path, manifest: dict[str, Any], key: str) -> bool:
-    files = manifest.get("files")
-    return (
-        manifest.get("key") == key
-        and isinstance(files, dict)
-        and {f"{split}.parquet" for split in SPLITS} <= files.keys()
-        and (out / "ledger.json").exists()
-        and all(file_facts(out / name) == facts for name, facts in files.items())
-    )
 
 
 def _first(lengths: np.ndarray, config: RegenerateConfig) -> int:

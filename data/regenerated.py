@@ -17,10 +17,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..models.files import atomic_write_json, commit, read_json
-from .chains import Chain, answer_spans
+from .chains import Chain
 from .conversations import Dropped
 from .ledger import DROPPED, UNPROVEN, Ledger, TableWriter
 from .rowfile import FILES, FORMAT, SPLITS, Row, Rows, RowWriter, file_facts, token_hash
+from .runs import supervised_spans
 
 _COUNTS = (
     "found",
@@ -140,7 +141,7 @@ def _messages(chain: Chain, row: Row, tokenizer: PreTrainedTokenizerBase) -> lis
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
-    spans = answer_spans(row.supervised)
+    spans = supervised_spans(row.supervised)
     pairs = [
         (text(chain.row.tokens[start:end].tolist()), text(answer))
         for (start, end), answer in zip(chain.spans[: len(spans)], chain.answers, strict=False)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 
-def supervised_runs(supervised: np.ndarray) -> list[int]:
-    """Lengths of the unbroken runs of true in [n] bool; one less for a run at the very start.
-
-    An unbroken run is one turn. The row's first token has no head row in front of it, hence the one
-    less.
-    """
+def supervised_spans(supervised: np.ndarray) -> list[tuple[int, int]]:
+    """(start, end) of each unbroken run of true in [n] bool. Such a run is one answer."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], supervised.astype(np.int8), [0]))))
-    first, last = edges[::2], edges[1::2]
-    return (last - np.maximum(first, 1)).tolist()
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def supervised_runs(supervised: np.ndarray) -> list[int]:
+    """Lengths of the spans; one less for a span at the very start, since the row's first token has
+    no head row in front of it.
+    """
+    return [end - max(start, 1) for start, end in supervised_spans(supervised)]
 
 
 class RunIndex:

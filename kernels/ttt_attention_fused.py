@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .document_attention import Reach, document_attention, document_attention_backward
+from .document_attention import Reach, document_attention
+from .document_gradient import document_attention_backward
 
 
 def ttt_attention_fused(

@@ -102,3 +102,15 @@ def content_hash(value: Any) -> str:
     """Hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    """`field old -> new` of every field that differs, nested ones with dotted names."""
+    told: list[str] = []
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            told += changes(before, after, f"{path}{name}.")
+        elif before != after:
+            told.append(f"{path}{name} {before!r} -> {after!r}")
+    return told

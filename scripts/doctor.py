@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..data.alignment import HeadRow, draw, head_rows
@@ -80,7 +79,7 @@ def _picture(
 ) -> Path:
     """The alignment around the first sampled row's first answer, in the terminal and as PNG."""
     assert found.probes is not None
-    last = int(AutoConfig.from_pretrained(folder).num_hidden_layers)
+    last = int(cache.manifest["num_layers"])
     rows = head_rows(cache.row(found.sample[0]), trunk, load_tokenizer(folder), last)
     invocation.console.print(_drawn(rows), highlight=False)
     path = out / "alignment.png"

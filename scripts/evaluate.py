@@ -12,6 +12,7 @@ import torch
 from rich.table import Table
 
 from ..conf.schema import Config
+from ..data.cache_index import MANIFEST, read_manifest
 from ..data.store import Store
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
@@ -249,8 +250,8 @@ def _about_data(artifacts: Artifacts) -> dict[str, Any]:
         tokens = ledger["tokens"]
         about["on_policy_share"] = tokens.get("on_policy", 0) / max(tokens["supervised"], 1)
     store = Store(artifacts.cache)
-    if store.exists("manifest.json"):
-        manifest = store.read_json("manifest.json")
+    if store.exists(MANIFEST):
+        manifest = read_manifest(store)
         about["cache"] = {
             "key": manifest["key"],
             "boundaries": manifest["boundaries"],

