@@ -72,18 +72,36 @@ class ValidateConfig:
     engine: bool = True
     """Measure acceptance in the engine, with the target in memory; false leaves the teacher-forced
     figures, which need the cache alone."""
-    prompts: str = "heldout"
-    """humaneval, mt_bench, heldout or the path of a prompt file."""
+    prompts: tuple[str, ...] = ("heldout",)
+    """humaneval, mt_bench, heldout, or paths of prompt files."""
     limit: int = 8
-    """Prompts of that set."""
+    """Prompts per set."""
     max_new_tokens: int = 48
     """Tokens per answer, at most."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Each is measured; the lowest gives the score that the best weights are chosen by. 0 is
+    greedy."""
+    seed: int = 0
+    """Of sampled answers: the same random numbers at every validation, so that two of them differ
+    by the weights alone."""
+    ranks: Literal["first", "all"] = "first"
+    """first: one rank holds the target and measures, the others wait; all: each holds it and
+    measures every N-th prompt."""
 
     def __post_init__(self) -> None:
         if self.limit < 1 or self.max_new_tokens < 1:
             raise ValueError(
                 f"validate.limit={self.limit}, validate.max_new_tokens={self.max_new_tokens}: must "
                 "be at least 1"
+            )
+        if not self.prompts or not self.temperatures:
+            raise ValueError(
+                "validate.prompts and validate.temperatures need at least one entry each; "
+                "validate.engine=false measures nothing in the engine"
+            )
+        if min(self.temperatures) < 0:
+            raise ValueError(
+                f"validate.temperatures: {min(self.temperatures)} must be 0 (greedy) or positive"
             )
 
 

@@ -29,6 +29,21 @@ class PromptSet:
     form: str
     ids: list[str]
     prompts: list[list[int]]
+    first: int = 0
+    stride: int = 1
+    """Of a part of a set: prompt i is number first + i * stride of the whole, which its random
+    stream follows."""
+
+    def part(self, first: int, stride: int) -> PromptSet:
+        """Every stride-th prompt of a whole set, from number `first` on; may be empty."""
+        return PromptSet(
+            self.name,
+            self.form,
+            self.ids[first::stride],
+            self.prompts[first::stride],
+            first,
+            stride,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,9 @@ class RunResult:
     sequences: list[Sequence]
     metrics: EngineMetrics
     seconds: float
+    steps: list[list[int]]
+    """By sequence: how many tokens each step gave it, from its prefill on. All but the last of a
+    step's are accepted drafts; the last is the target's own, or an accepted end token."""
     differences: list[Difference] | None = None
     speedup: float | None = None
     plain: RunResult | None = field(default=None, repr=False)
@@ -95,21 +113,7 @@ class RunResult:
             "batch": self.config.max_batch,
             "draft_tokens": self.config.draft_tokens if self.drafter != "none" else 0,
             "max_new_tokens": self.params.max_new_tokens,
-            "num_drafts": counts.num_drafts,
-            "num_draft_tokens": counts.num_draft_tokens,
-            "num_accepted_tokens": counts.num_accepted_tokens,
-            "accepted_per_position": counts.accepted_per_position,
-            "drafted_per_position": counts.drafted_per_position,
-            "cut_drafts": counts.cut_drafts,
-            "mean_acceptance_length": counts.mean_acceptance_length,
-            "target_calls": counts.target_calls,
-            "decode_tokens": counts.decode_tokens,
-            "tokens_per_target_call": counts.tokens_per_target_call,
-            "tokens_per_step_histogram": counts.tokens_per_step_histogram,
-            "by_context": {
-                str(low): {"target_calls": calls, "tokens": tokens}
-                for low, (calls, tokens) in sorted(counts.by_context.items())
-            },
+            **counts.to_json(),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -152,16 +156,26 @@ def measure(
     start = time.perf_counter()
     # Every prompt has a seed of its own, so that sampled runs do not repeat one random stream.
     sequences = [
-        engine.add(ids, dataclasses.replace(params, seed=params.seed + index), identity)
+        engine.add(
+            ids,
+            dataclasses.replace(params, seed=params.seed + prompts.first + index * prompts.stride),
+            identity,
+        )
         for index, (identity, ids) in enumerate(zip(prompts.ids, prompts.prompts, strict=True))
     ]
+    given: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
     while not engine.scheduler.idle:
-        if any(output.sequence.finished for output in engine.step()) and progress:
+        outputs = engine.step()
+        for output in outputs:
+            given[output.sequence].append(len(output.tokens))
+        if any(output.sequence.finished for output in outputs) and progress:
             progress(sum(sequence.finished for sequence in sequences), len(sequences))
     seconds = time.perf_counter() - start
     dtype = str(target.dtype).removeprefix("torch.")
     name = drafter.name if drafter else "none"
-    result = RunResult(name, prompts, params, config, dtype, sequences, engine.metrics, seconds)
+    steps = list(given.values())
+    counts = engine.metrics
+    result = RunResult(name, prompts, params, config, dtype, sequences, counts, seconds, steps)
     if plain is not None:
         result.plain = plain
         result.speedup = result.tokens_per_second / plain.tokens_per_second

@@ -13,9 +13,14 @@ must score K + 1), but in the tokens per target call.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+CONTEXT_EDGES = tuple(1 << power for power in range(8, 31))
+"""Where one bucket of context ends and the next begins, in tokens: 256, 512, 1024, …"""
 
 
 @dataclass
@@ -59,7 +64,7 @@ class EngineMetrics:
         self.target_calls += 1
         self.decode_tokens += emitted
         _count(self.tokens_per_step_histogram, emitted, 1)
-        calls = self.by_context.setdefault(_bucket(context), [0, 0])
+        calls = self.by_context.setdefault(context_bucket(context), [0, 0])
         calls[0] += 1
         calls[1] += emitted
         if not drafted:
@@ -74,6 +79,52 @@ class EngineMetrics:
             _count(self.drafted_per_position, position, 1)
             _count(self.accepted_per_position, position, int(position < accepted))
 
+    def add(self, other: EngineMetrics) -> None:
+        """Take in the counts and seconds of another engine's run: all of them are sums."""
+        for name in (
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "cut_drafts",
+            "target_calls",
+            "decode_tokens",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in (
+            "accepted_per_position",
+            "drafted_per_position",
+            "tokens_per_step_histogram",
+        ):
+            for index, count in enumerate(getattr(other, name)):
+                _count(getattr(self, name), index, count)
+        for low, (calls, tokens) in other.by_context.items():
+            own = self.by_context.setdefault(low, [0, 0])
+            own[0] += calls
+            own[1] += tokens
+        for activity, seconds in other.seconds.items():
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The raw counts and the two figures made of them; buckets of context are named by their
+        lower bound."""
+        return {
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "accepted_per_position": list(self.accepted_per_position),
+            "drafted_per_position": list(self.drafted_per_position),
+            "cut_drafts": self.cut_drafts,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "target_calls": self.target_calls,
+            "decode_tokens": self.decode_tokens,
+            "tokens_per_target_call": self.tokens_per_target_call,
+            "tokens_per_step_histogram": list(self.tokens_per_step_histogram),
+            "by_context": {
+                str(low): {"target_calls": calls, "tokens": tokens}
+                for low, (calls, tokens) in sorted(self.by_context.items())
+            },
+        }
+
     @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted / drafts; 1 without drafts."""
@@ -85,9 +136,10 @@ class EngineMetrics:
         return self.decode_tokens / self.target_calls if self.target_calls else 0.0
 
 
-def _bucket(context: int) -> int:
-    """Powers of two from 256: 0, 256, 512, 1024, …"""
-    return 0 if context < 256 else 1 << (context.bit_length() - 1)
+def context_bucket(context: int) -> int:
+    """Lower bound of the bucket that holds a context of so many tokens: 0, 256, 512, 1024, …"""
+    above = bisect_right(CONTEXT_EDGES, context)
+    return CONTEXT_EDGES[above - 1] if above else 0
 
 
 def _count(counts: list[int], index: int, amount: int) -> None:

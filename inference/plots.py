@@ -7,6 +7,7 @@ drafter differ in temperature, dtype, batch or number of drafts, the label says 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ Run = dict[str, Any]
 Metric = dict[str, Any]
 
 COLOURS = {"none": "#8b929c", "ngram": "#d9900a", "mtp": "#2456c8", "untrained": "#b9a3d6"}
-_OTHERS = ("#0f8a6c", "#b03a5b", "#6b4fbb", "#4f6d7a")
+OTHERS = ("#0f8a6c", "#b03a5b", "#6b4fbb", "#4f6d7a")
 ACTIVITIES = {
     "prefill": "#7d8fb3",
     "verify": "#2456c8",
@@ -28,7 +29,7 @@ ACTIVITIES = {
     "sample": "#b03a5b",
     "other": "#c3c8cf",
 }
-_INK, _FAINT = "#1d2330", "#e4e7eb"
+INK, FAINT = "#1d2330", "#e4e7eb"
 _QUALIFIERS = (("temperature", "T="), ("draft_tokens", "K="), ("dtype", ""), ("batch", "batch "))
 
 
@@ -82,7 +83,7 @@ def colour(drafter: str, drafters: Sequence[str]) -> str:
     if drafter in COLOURS:
         return COLOURS[drafter]
     unknown = [name for name in dict.fromkeys(drafters) if name not in COLOURS]
-    return _OTHERS[unknown.index(drafter) % len(_OTHERS)]
+    return OTHERS[unknown.index(drafter) % len(OTHERS)]
 
 
 def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
@@ -92,7 +93,7 @@ def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = _panels(2, len(groups), height=2.5)
+    figure, axes = panels(2, len(groups), height=2.5)
     for column, (prompts, members) in enumerate(groups.items()):
         for row, values in enumerate((unconditional, conditional)):
             axis = axes[row][column]
@@ -105,7 +106,7 @@ def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
                 axis.set_xlabel("draft position")
     axes[0][0].set_ylabel("accepted up to here,\nof all drafts")
     axes[1][0].set_ylabel("accepted here, of drafts\naccepted so far")
-    return _finish(figure, "Acceptance per position", legend=axes)
+    return finish(figure, "Acceptance per position", legend=axes)
 
 
 def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
@@ -115,7 +116,7 @@ def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = _panels(1, len(groups), height=2.9)
+    figure, axes = panels(1, len(groups), height=2.9)
 
     def shares(run: Run) -> list[float]:
         counts = run["tokens_per_step_histogram"]
@@ -129,7 +130,7 @@ def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
         axis.set_xlabel("tokens emitted in a step")
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0][0].set_ylabel("share of steps")
-    return _finish(figure, "Tokens per step", legend=axes)
+    return finish(figure, "Tokens per step", legend=axes)
 
 
 def speed(runs: Sequence[Run]) -> Figure | None:
@@ -139,7 +140,7 @@ def speed(runs: Sequence[Run]) -> Figure | None:
         return None
     groups = by_prompts(runs)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = _panels(1, len(groups), height=0.9 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=0.9 + 0.42 * tallest)
     drafters = [str(run["drafter"]) for run in runs]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -167,7 +168,7 @@ def speed(runs: Sequence[Run]) -> Figure | None:
         axis.set_xlim(0, max(rates) * 1.5 or 1)
         axis.set_title(prompts, fontsize=10)
         axis.set_xlabel("tokens/s (× plain)")
-    return _finish(figure, "Speed")
+    return finish(figure, "Speed")
 
 
 def time_split(runs: Sequence[Run]) -> Figure | None:
@@ -177,7 +178,7 @@ def time_split(runs: Sequence[Run]) -> Figure | None:
         return None
     groups = by_prompts(timed)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = _panels(1, len(groups), height=1.1 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=1.1 + 0.42 * tallest)
     parts = [part for part in ACTIVITIES if any(run["time"].get(part) for run in timed)]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -190,61 +191,7 @@ def time_split(runs: Sequence[Run]) -> Figure | None:
         _row_names(axis, members, tallest)
         axis.set_title(prompts, fontsize=10)
         axis.set_xlabel("ms per generated token")
-    return _finish(figure, "Where the time goes", legend=axes)
-
-
-def training_loss(curves: dict[str, list[tuple[float, float]]]) -> Figure | None:
-    """Loss over optimiser steps; each curve is named and holds (step, value) points."""
-    return _curves(curves, title="Loss over training", ylabel="loss (nats)", percent=False)
-
-
-def agreement(curves: dict[str, list[tuple[float, float]]]) -> Figure | None:
-    """Teacher-forced agreement with the target's argmax over optimiser steps, one curve per draft
-    step."""
-    return _curves(
-        curves, title="Agreement with the target over training", ylabel="agreement", percent=True
-    )
-
-
-def engine_acceptance(curves: dict[str, list[tuple[float, float]]]) -> Figure | None:
-    """Tokens per target call over optimiser steps, measured in the engine with the weights of that
-    moment."""
-    return _curves(
-        curves,
-        title="Acceptance in the engine over training",
-        ylabel="tokens per target call",
-        percent=False,
-    )
-
-
-def _curves(
-    curves: dict[str, list[tuple[float, float]]], *, title: str, ylabel: str, percent: bool
-) -> Figure | None:
-    drawn = {name: points for name, points in curves.items() if points}
-    if not drawn:
-        return None
-    figure, axes = _panels(1, 1, height=3.2, width=6.4)
-    axis = axes[0][0]
-    palette = (COLOURS["mtp"], COLOURS["ngram"], *_OTHERS)
-    for index, (name, points) in enumerate(drawn.items()):
-        steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) <= 40 else None
-        axis.plot(
-            steps,
-            values,
-            label=name,
-            color=palette[index % len(palette)],
-            lw=1.7,
-            marker=marker,
-            ms=3.5,
-        )
-    axis.set_xlabel("optimiser step")
-    axis.set_ylabel(ylabel)
-    axis.grid(color=_FAINT)
-    axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    if percent:
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    return _finish(figure, title, legend=axes)
+    return finish(figure, "Where the time goes", legend=axes)
 
 
 def _headroom(shares: Iterable[float | None]) -> float:
@@ -256,14 +203,15 @@ def _row_names(axis: Axes, members: Sequence[Run], tallest: int) -> None:
     """One named row per run, the first on top, equally high in every panel."""
     axis.set_yticks(range(len(members)), labels(members))
     axis.set_ylim(tallest - 0.5, -0.5)
-    axis.grid(axis="x", color=_FAINT)
+    axis.grid(axis="x", color=FAINT)
     axis.grid(axis="y", visible=False)
     axis.xaxis.set_major_locator(MaxNLocator(5))
 
 
-def _panels(
+def panels(
     rows: int, columns: int, *, height: float, width: float = 3.5
 ) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure and its axes, [rows][columns]; inches of one panel."""
     figure = Figure(
         figsize=(max(width * columns, 5.0), height * rows + 0.9), dpi=150, layout="constrained"
     )
@@ -274,11 +222,11 @@ def _panels(
             axis.spines[side].set_visible(False)
         for side in ("left", "bottom"):
             axis.spines[side].set_color("#9aa1ab")
-        axis.tick_params(labelsize=8, colors=_INK, length=3)
+        axis.tick_params(labelsize=8, colors=INK, length=3)
         axis.xaxis.label.set_size(9)
         axis.yaxis.label.set_size(9)
         axis.set_axisbelow(True)
-        axis.grid(axis="y", color=_FAINT)
+        axis.grid(axis="y", color=FAINT)
     return figure, [list(row) for row in axes]
 
 
@@ -316,13 +264,14 @@ def _grouped_bars(
                 textcoords="offset points",
                 ha="center",
                 fontsize=6.5 if len(members) <= 3 else 5,
-                color=_INK,
+                color=INK,
             )
     axis.set_xticks(range(first, first + longest))
 
 
-def _finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = None) -> Figure:
-    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left", color=_INK)
+def finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = None) -> Figure:
+    """The figure with its title and, given the axes, one legend for all of them."""
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left", color=INK)
     if legend is not None:
         handles: dict[str, Any] = {}
         for row in legend:
@@ -338,3 +287,10 @@ def _finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = Non
             frameon=False,
         )
     return figure
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor="white")
+    return buffer.getvalue()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 
 from ..models.files import atomic_write_bytes, atomic_write_json, atomic_write_text
 from . import plots
+from .curves import draw, training_curves
 from .tables import cell, counts, differences, table, verdicts
 
 Run = dict[str, Any]
@@ -94,7 +94,7 @@ def render(
         raise ValueError(
             "the report holds no runs: ask for at least one drafter and one prompt set"
         )
-    images = {name: _png(figure) for name, figure in figures(runs, metrics).items()}
+    images = {name: plots.png(figure) for name, figure in figures(runs, metrics).items()}
     written = [out / "report.json"]
     atomic_write_json(written[0], report)
     for name, data in images.items():
@@ -116,36 +116,9 @@ def figures(runs: Sequence[Run], metrics: Sequence[dict[str, Any]]) -> dict[str,
         "acceptance_per_position": plots.acceptance_per_position(runs),
         "tokens_per_step": plots.tokens_per_step(runs),
         "time": plots.time_split(runs),
-        "training_loss": plots.training_loss(curves["loss"]),
-        "training_agreement": plots.agreement(curves["agreement"]),
-        "training_acceptance": plots.engine_acceptance(curves["acceptance"]),
+        **{f"training_{name}": draw(curves, name) for name in ("loss", "agreement", "acceptance")},
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def training_curves(
-    metrics: Sequence[dict[str, Any]],
-) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """The (step, value) points of a training run: `loss`, `agreement` and `acceptance`, each a dict
-    of named curves."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {
-        "loss": {"training": [], "held out": []},
-        "agreement": {},
-        "acceptance": {},
-    }
-    for row in metrics:
-        step = row["step"]
-        if row["kind"] == "train":
-            curves["loss"]["training"].append((step, row["loss"]))
-            continue
-        curves["loss"]["held out"].append((step, row["loss"]))
-        for depth, share in enumerate(row["agreement"], 1):
-            curves["agreement"].setdefault(f"draft {depth}", []).append((step, share))
-        if "acceptance" in row:
-            measured = row["acceptance"]
-            points = curves["acceptance"].setdefault(str(measured["prompts"]), [])
-            points.append((step, measured["tokens_per_target_call"]))
-    return curves
 
 
 def to_markdown(report: dict[str, Any], images: Sequence[str]) -> str:
@@ -238,12 +211,6 @@ def _html_table(header: list[str], rows: list[list[str]]) -> str:
     )
     rows_of = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
     return f'<div class="wide"><table>{rows_of}</table></div>'
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor="white")
-    return buffer.getvalue()
 
 
 _PAGE = """<!doctype html>

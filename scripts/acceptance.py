@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..conf.schema import Config
 from ..data.prompts import load_prompts
-from ..inference.acceptance import PromptSet, measure
-from ..inference.config import SamplingParams
+from ..inference.acceptance import PromptSet
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
 from ..models.heads import HEADS, Head, LoadedHead, build_head
-from ..models.target import Target, load_tokenizer
+from ..models.target import Target
 from .artifacts import Artifacts
 
 
@@ -93,43 +90,3 @@ def untrained(loaded: LoadedHead, target: Target) -> Head:
         return build_head(
             loaded.head.config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids
         )
-
-
-class LiveAcceptance:
-    """The weights of this moment, drafting in the engine. The target is loaded at the first call.
-
-    Args:
-        draft_ids: int64 [Vd] of a reduced draft vocabulary, or None.
-    """
-
-    def __init__(self, config: Config, draft_ids: Tensor | None) -> None:
-        self.config = config
-        self.draft_ids = draft_ids
-        self._ready: tuple[Target, PromptSet] | None = None
-
-    def __call__(self, head: Head) -> dict[str, Any]:
-        """Figures of one measurement; `score`, which the best weights are chosen by, is the tokens
-        per target call."""
-        if self._ready is None:
-            target = Target.load(self.config.target)
-            settings = self.config.validate
-            prompts = prompt_set(
-                settings.prompts, settings.limit, self.config, load_tokenizer(target.folder)
-            )
-            self._ready = target, prompts
-        target, prompts = self._ready
-        params = SamplingParams(max_new_tokens=self.config.validate.max_new_tokens)
-        result = measure(
-            target, HeadDrafter(head, self.draft_ids), prompts, self.config.engine, params
-        )
-        counts = result.metrics
-        return {
-            "score": counts.tokens_per_target_call,
-            "prompts": prompts.name,
-            "tokens_per_target_call": counts.tokens_per_target_call,
-            "mean_acceptance_length": counts.mean_acceptance_length,
-            "num_drafts": counts.num_drafts,
-            "accepted_per_position": counts.accepted_per_position,
-            "tokens": result.tokens,
-            "seconds": round(result.seconds, 3),
-        }

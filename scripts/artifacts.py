@@ -47,13 +47,18 @@ class Artifacts:
 
     @property
     def train(self) -> Path:
-        """run.json, metrics.jsonl, checkpoints/, best/ and head/."""
+        """run.json, metrics.jsonl, curves.png, checkpoints/, best/ and head/."""
         return self.work / "train"
 
     @property
     def metrics(self) -> Path:
         """One JSON object a line, of the training run."""
         return self.train / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        """The curves of the training run, as a picture."""
+        return self.train / "curves.png"
 
     @property
     def run(self) -> Path:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..conf.schema import Config
 from ..data.cache_index import MANIFEST, read_manifest
+from ..data.rows import Rows
 from ..data.store import Store
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
@@ -22,7 +23,7 @@ from ..inference.tables import verdicts
 from ..models.files import content_hash, read_json, sha256_file
 from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
-from ..models.target import Target, load_tokenizer
+from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
 from .acceptance import drafter, is_head, prompt_set, require_kind
 from .app import Invocation, Verb
@@ -96,13 +97,25 @@ def _pass(
 
 
 def key(config: Config) -> str:
-    """Hash of everything that determines a report but the machine: the head's bytes and the
-    settings."""
+    """Hash of everything that determines a report but the machine: the bytes of head, target and
+    prompts, and the settings."""
+    artifacts, settings = Artifacts.of(config), config.evaluate
     head = None
     if _needs_head(config):
-        head = sha256_file(Artifacts.of(config).head_or(config.evaluate.head) / "head.safetensors")
+        head = sha256_file(artifacts.head_or(settings.head) / "head.safetensors")
+    files = {name: Path(name) for name in settings.prompts if name != "heldout"}
+    prompts = {name: sha256_file(path) for name, path in files.items() if path.is_file()}
+    if "heldout" in settings.prompts:
+        prompts["heldout"] = Rows.open(artifacts.rows, "heldout").key
     return content_hash(
-        {"head": head, **_settings(config), "target": dataclasses.asdict(config.target)}
+        {
+            "head": head,
+            **_settings(config),
+            "target": dataclasses.asdict(config.target),
+            "fingerprint": fingerprint(prepare_folder(config.target)),
+            "prompts": prompts,
+            "template_kwargs": config.data.rows.template_kwargs,
+        }
     )
 
 
@@ -257,6 +270,8 @@ def _about_data(artifacts: Artifacts) -> dict[str, Any]:
             "boundaries": manifest["boundaries"],
             **manifest["counts"],
         }
+    if artifacts.curves.exists():
+        about["training_curves"] = artifacts.curves.relative_to(artifacts.work).as_posix()
     return about
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,12 @@ from ..models.trunk import Trunk
 from ..train.loop import Trainer
 from ..train.ranks import barrier, rank, set_apart, start
 from ..train.tracker import Tracker
-from ..train.validation import Validator
-from .acceptance import LiveAcceptance
+from ..train.validation import Validator, summary
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
+from .live import LiveAcceptance
+from .watch import draw_curves, watched
 
 _FREE = (
     "max_steps",
@@ -58,7 +58,11 @@ def run(config: Config, invocation: Invocation) -> None:
     artifacts = Artifacts.of(config)
     train(config, invocation)
     if rank() == 0:
-        invocation.wrote(head=artifacts.head, metrics=artifacts.metrics)
+        invocation.wrote(
+            head=artifacts.head,
+            metrics=artifacts.metrics,
+            **({"curves": artifacts.curves} if artifacts.curves.exists() else {}),
+        )
         invocation.next("evaluate")
 
 
@@ -160,7 +164,7 @@ def _train(
             draft_ids=draft_ids,
             trained_length=int(source.lengths.max()),
             config=invocation.resolved,
-            training={**facts, "step": step, "validation": figures},
+            training={**facts, "step": step, "validation": figures and summary(figures)},
         )
 
     plan = BatchPlan(source, tokens_per_batch=config.train.tokens_per_batch, seed=config.train.seed)
@@ -184,8 +188,8 @@ def _train(
     held_out = _held_out(config, feed)
     if held_out is not None:
         acceptance = LiveAcceptance(config, draft_ids) if _in_engine(config) else None
-        trainer.validate = _told(
-            Validator(trainer.objective, held_out, acceptance), trainer, invocation
+        trainer.validate = watched(
+            Validator(trainer.objective, held_out, acceptance), trainer, artifacts, invocation
         )
     elif config.train.zero_stage == 3:
         raise ValueError(
@@ -207,6 +211,7 @@ def _train(
         else:
             keep(artifacts.head, trainer.head, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
+        draw_curves(artifacts)
         write_provenance(artifacts.train, invocation.resolved)
     return result.step
 
@@ -270,24 +275,6 @@ def _in_engine(config: Config) -> bool:
     return config.validate.engine and config.train.validate_every > 0
 
 
-def _told(
-    validator: Validator, trainer: Trainer, invocation: Invocation
-) -> Callable[[Head], dict[str, Any]]:
-    """The validator, with a line for the user after each of its runs."""
-
-    def validate(head: Head) -> dict[str, Any]:
-        figures = validator(head)
-        agreed = " ".join(f"{share:.1%}" for share in figures["agreement"])
-        line = f"step {trainer.step}: held-out loss {figures['loss']:.3f}, agreement {agreed}"
-        if "acceptance" in figures:
-            calls = figures["acceptance"]["tokens_per_target_call"]
-            line += f", {calls:.3f} tokens per target call in the engine"
-        invocation.say(line)
-        return figures
-
-    return validate
-
-
 def _copy(source: Path, out: Path) -> None:
     """Replace a head folder by another; config.json goes last, so that half a copy is no head."""
     (out / "config.json").unlink(missing_ok=True)
@@ -306,8 +293,8 @@ VERB = Verb(
         "validate.engine or data.source=online the whole target, and with the latter no cache"
     ),
     writes=(
-        "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, run.json, "
-        "provenance.json"
+        "WORK/train: head/ (the result), best/, checkpoints/, metrics.jsonl, curves.png, "
+        "run.json, provenance.json"
     ),
     sections=(
         "work",

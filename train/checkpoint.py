@@ -52,6 +52,8 @@ class Checkpoint:
     zero_stage: int
     config: dict[str, Any]
     """The run's `TrainConfig`."""
+    basis: str | None = None
+    """Hash of what the score was measured with; scores of another basis do not compare."""
 
 
 class Checkpoints:
@@ -75,6 +77,7 @@ class Checkpoints:
         score: float | None,
         zero_stage: int,
         config: dict[str, Any],
+        basis: str | None = None,
     ) -> Checkpoint:
         """Write a checkpoint after `step` optimiser steps, then drop what need not be kept."""
         folder = self.folder / f"step-{step:08d}"
@@ -85,7 +88,7 @@ class Checkpoints:
         engine.save_checkpoint(str(self.folder), tag=folder.name, save_latest=False)
         atomic_write_json(folder / f"rng-{rank():05d}.json", _random_state())
         barrier()
-        saved = Checkpoint(folder, step, data, score, world_size(), zero_stage, config)
+        saved = Checkpoint(folder, step, data, score, world_size(), zero_stage, config, basis)
         if rank() == 0:
             files = {}
             for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -100,6 +103,7 @@ class Checkpoints:
                 "world_size": saved.world_size,
                 "zero_stage": zero_stage,
                 "config": config,
+                "basis": basis,
                 "files": files,
             }
             atomic_write_json(folder / _MARKER, marker)
@@ -119,14 +123,16 @@ class Checkpoints:
                         f"{FORMAT}; resume with the version that wrote it, or use another folder"
                     )
                 fields = ("step", "data", "score", "world_size", "zero_stage", "config")
-                found.append(Checkpoint(folder, *(marker[name] for name in fields)))
+                known = (marker[name] for name in fields)
+                found.append(Checkpoint(folder, *known, basis=marker.get("basis")))
         return found
 
     def best(self) -> Checkpoint | None:
-        """The checkpoint of the highest score, the newer of equals; None where none was
-        validated."""
+        """The checkpoint of the highest score, the newer of equals, among those that were measured
+        as the last was; None where none was validated."""
         scored = [c for c in self.whole() if c.score is not None]
-        return max(scored, key=lambda c: (c.score, c.step), default=None)
+        alike = [c for c in scored if c.basis == scored[-1].basis]
+        return max(alike, key=lambda c: (c.score, c.step), default=None)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole and undamaged; half ones are reported and removed."""

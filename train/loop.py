@@ -279,19 +279,22 @@ class Trainer:
     def _write(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)
         if self.tracker is not None:
-            kind = record["kind"]
-            self.tracker.log(
-                record["step"],
-                {kind: {k: v for k, v in record.items() if k not in ("kind", "step")}},
-            )
+            figures = {k: v for k, v in record.items() if k not in ("kind", "step")}
+            if record["kind"] == "validation":
+                self.tracker.log_validation(record["step"], figures)
+            else:
+                self.tracker.log(record["step"], {record["kind"]: figures})
 
     def _validate_and_checkpoint(self, last: bool) -> None:
-        cfg, score = self.cfg, None
+        cfg, score, basis = self.cfg, None, None
         validates = self.validate is not None and (last or _due(self.step, cfg.validate_every))
         if validates and self.validate is not None:
             best, head = self.checkpoints.best(), self.whole_head()
             figures = self.last_validation = self.validate(head)
-            score = float(figures["score"])
+            score, basis = float(figures["score"]), figures.get("basis")
+            if best is not None and best.basis != basis:
+                self._tell_of_another_basis(best, figures)
+                best = None
             if rank() == 0:
                 self._write({"kind": "validation", "step": self.step, **figures})
                 if self.on_best is not None and (
@@ -307,8 +310,21 @@ class Trainer:
                 score=score,
                 zero_stage=cfg.zero_stage,
                 config=asdict(cfg),
+                basis=basis,
             )
             self._window.forget_time()
+
+    def _tell_of_another_basis(self, best: Checkpoint, figures: dict[str, Any]) -> None:
+        """Warn where the best so far was measured otherwise. The next best is of the new basis, so
+        this is told once."""
+        if rank() == 0:
+            warnings.warn(
+                f"the score {best.score:.4f} of step {best.step} was measured with other settings "
+                "than validation has now (validate.*, engine.*, the held-out rows or the number "
+                f"of processes), so step {self.step} begins a new best; it is measured with "
+                f"{figures.get('measured_with')}",
+                stacklevel=4,
+            )
 
     def whole_head(self) -> Head:
         """The head with all its weights on every rank: itself, or at stage 3, where each rank keeps

@@ -92,15 +92,19 @@ class Objective:
         steps: K <= len(step_weights). `student_top[k, t]` belongs to chain row t - 1 - k (see
         `chain_rows`).
         """
-        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
-        students = torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)])
         return self.judge(
-            students.to(self.dtype),
+            self.students(head, batch, steps),
             self.teacher(batch),
             self.weights(batch, steps),
             labels=self.labels(batch),
             student_head=head.lm_head,
         )
+
+    def students(self, head: Head, batch: PackedBatch, steps: int) -> Tensor:
+        """The head's states of every step, each at the row of its teacher, [K, N, H'] in `dtype`:
+        entry [k, t] belongs to chain row t - 1 - k."""
+        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
+        return torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)]).to(self.dtype)
 
     def labels(self, batch: PackedBatch) -> Tensor | None:
         """Column of the data's token for every teacher row, int64 [N]; -1 where its document ends

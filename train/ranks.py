@@ -6,13 +6,17 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+_PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,40 @@ def largest_over_ranks(values: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
+
+
+class Meeting:
+    """Where ranks tell each other what they did, however unequal the work was.
+
+    The collectives of training end a run when one rank keeps the others waiting for minutes
+    (DeepSpeed's limit is 10, see DEEPSPEED_TIMEOUT); here they wait a day, in a gloo group of its
+    own, and not longer than the processes live. All ranks must make it, and meet equally often.
+    """
+
+    def __init__(self) -> None:
+        self._group = (
+            dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
+        )
+
+    def share(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; what each of them returned, by rank, on all of them.
+
+        Raises:
+            what this rank's `work` raised; ValueError where only another's did, with its words.
+        """
+        if self._group is None:
+            return [work()]
+        error: Exception | None = None
+        mine: list[Any] = [None, None]
+        try:
+            mine[0] = work()
+        except Exception as caught:  # whatever it is, the others must not wait for this rank
+            error, mine[1] = caught, f"{type(caught).__name__}: {caught}"
+        everyone: list[Any] = [None] * world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        if error is not None:
+            raise error
+        for number, (_, fault) in enumerate(everyone):
+            if fault is not None:
+                raise ValueError(f"rank {number} could not do its part: {fault}")
+        return [result for result, _ in everyone]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 KINDS = ("wandb", "none")
 MODES = ("offline", "online", "disabled")
 
@@ -59,6 +61,16 @@ class Tracker:
         if self.run is not None:
             self._try(lambda: self.run.log(flatten(metrics), step=step))
 
+    def log_validation(self, step: int, figures: dict[str, Any]) -> None:
+        """figures: those of one validation, as metrics.jsonl has them. Beside the numbers go the
+        tables and histograms of `media`."""
+        if self.run is not None:
+            self._try(
+                lambda: self.run.log(
+                    {**flatten({"validation": figures}), **media(figures)}, step=step
+                )
+            )
+
     def finish(self) -> None:
         """Close the tracker's run."""
         if self.run is not None:
@@ -89,3 +101,76 @@ def flatten(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def media(figures: dict[str, Any]) -> dict[str, Any]:
+    """The wandb tables and histograms of one validation; of the engine only where it was asked.
+
+    validation/positions/SET                  a row for each temperature and draft position
+    validation/tokens_per_step/SET/T=…        histogram over the steps of one sequence
+    validation/engine_by_context              a row for each set, temperature and bucket
+    validation/held_out_by_context            a row for each bucket and draft step
+    validation/samples                        prompts and answers, accepted drafts marked
+    """
+    import wandb
+
+    acceptance = figures.get("acceptance", {})
+    runs: dict[str, dict[str, Any]] = acceptance.get("runs", {})
+    found: dict[str, Any] = {}
+    contexts = []
+    for prompts, by_temperature in runs.items():
+        positions = []
+        for temperature, run in by_temperature.items():
+            columns = ("drafted_per_position", "accepted_per_position")
+            shares = ("unconditional", "conditional")
+            lists = (run[name] for name in (*columns, *shares))
+            for position, row in enumerate(zip(*lists, strict=True), 1):
+                positions.append([float(temperature), position, *row])
+            contexts += [
+                [
+                    prompts,
+                    float(temperature),
+                    int(low),
+                    counts["target_calls"],
+                    counts["tokens"],
+                    counts["tokens"] / counts["target_calls"],
+                ]
+                for low, counts in run["by_context"].items()
+            ]
+            steps = run["tokens_per_step_histogram"]
+            if steps:
+                edges = np.arange(len(steps) + 1) - 0.5
+                found[f"validation/tokens_per_step/{prompts}/T={temperature}"] = wandb.Histogram(
+                    np_histogram=(np.array(steps), edges)
+                )
+        found[f"validation/positions/{prompts}"] = wandb.Table(
+            ["temperature", "position", "drafted", "accepted", "unconditional", "conditional"],
+            positions,
+        )
+    if contexts:
+        found["validation/engine_by_context"] = wandb.Table(
+            ["prompts", "temperature", "context", "target calls", "tokens", "tokens per call"],
+            contexts,
+        )
+    held_out: list[Any] = [
+        [int(low), depth, rows, agreed, share, bucket["loss"]]
+        for low, bucket in figures.get("by_context", {}).items()
+        for depth, (rows, agreed, share) in enumerate(
+            zip(
+                bucket["rows_per_step"],
+                bucket["agreed_per_step"],
+                bucket["agreement"],
+                strict=True,
+            ),
+            1,
+        )
+    ]
+    if held_out:
+        found["validation/held_out_by_context"] = wandb.Table(
+            ["context", "draft", "rows", "agreed", "agreement", "loss of the bucket"], held_out
+        )
+    if acceptance.get("samples"):
+        columns: list[Any] = ["prompts", "id", "prompt", "answer"]
+        answers: list[Any] = [[one[name] for name in columns] for one in acceptance["samples"]]
+        found["validation/samples"] = wandb.Table(columns, answers)
+    return found

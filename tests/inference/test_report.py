@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith.inference import plots
-from draftsmith.inference.report import DEFINITIONS, render, training_curves
+from draftsmith.inference.report import DEFINITIONS, render
 from draftsmith.inference.tables import verdicts
 
 Run = dict[str, Any]
@@ -174,22 +174,23 @@ def test_an_answer_that_goes_on_is_stored_without_infinity(
 
 
 def test_training_curves_come_from_the_metrics_file(report: dict[str, Any], tmp_path: Path) -> None:
-    """Training and held-out loss, agreement per draft, acceptance in the engine; each becomes a
-    figure."""
+    """Loss, agreement per draft, acceptance in the engine; each becomes a figure."""
     metrics = [
-        {"kind": "train", "step": 10, "loss": 5.0},
+        {
+            "kind": "train",
+            "step": 10,
+            "cross_entropy": 5.0,
+            "lr": 1e-3,
+            "tokens_per_second": 100.0,
+        },
         {
             "kind": "validation",
             "step": 20,
             "loss": 4.5,
             "agreement": [0.3, 0.1],
-            "acceptance": {"prompts": "heldout", "tokens_per_target_call": 1.4},
+            "acceptance": {"runs": {"heldout": {"0": {"tokens_per_target_call": 1.4}}}},
         },
     ]
-    curves = training_curves(metrics)
-    assert curves["loss"] == {"training": [(10, 5.0)], "held out": [(20, 4.5)]}
-    assert curves["agreement"] == {"draft 1": [(20, 0.3)], "draft 2": [(20, 0.1)]}
-    assert curves["acceptance"] == {"heldout": [(20, 1.4)]}
     names = {path.name for path in render(report, metrics, tmp_path)}
     assert {"training_loss.png", "training_agreement.png", "training_acceptance.png"} <= names
 

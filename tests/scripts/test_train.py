@@ -60,3 +60,45 @@ def test_a_run_of_more_steps_is_finished(
     with pytest.warns(UserWarning, match="train.max_steps=3; until then it was 2"):
         assert main(["train", *settings, "train.max_steps=3"]) == 0
     assert json.loads(record.read_text())["finished"] == 3
+
+
+@pytest.mark.slow
+def test_a_validated_run_leaves_figures_and_curves(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engine and held-out figures of every validation in metrics.jsonl, the curves drawn and named
+    at the end, a short summary in the head's folder; another prompt length later is another
+    basis."""
+    replaced = ("data.rows.holdout=", "train.validate_every=")
+    kept = [word for word in settings if not word.startswith(replaced)]
+    words = [
+        *kept,
+        "data.rows.holdout=2",
+        "train.validate_every=1",
+        "validate.limit=1",
+        "validate.max_new_tokens=4",
+    ]
+    for verb in ("prepare", "dump"):
+        assert main([verb, *words]) == 0
+    assert main(["train", *words, "train.max_steps=2"]) == 0
+    train = tmp_path / "work" / "train"
+    out = capsys.readouterr().out
+    assert "tokens per target call in the engine (temperature 0)" in " ".join(out.split())
+    assert "curves" in out and (train / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (train / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    assert [line["step"] for line in validations] == [1, 2]
+    for line in validations:
+        runs = line["acceptance"]["runs"]["heldout"]
+        assert set(runs) == {"0", "1"} and all(run["target_calls"] for run in runs.values())
+        assert line["score"] == runs["0"]["tokens_per_target_call"]
+        assert set(line["by_context"]) == {"0"} and len(line["acceptance"]["samples"]) == 1
+    validation = json.loads((train / "head" / "config.json").read_text())["training"]["validation"]
+    assert validation["basis"] == validations[0]["basis"] == validations[1]["basis"]
+    assert "samples" not in validation["acceptance"] and "by_context" not in validation
+    with pytest.warns(UserWarning) as told:
+        longer = [*words, "train.max_steps=3", "validate.temperatures=[1]"]
+        assert main(["train", *longer]) == 0
+    assert any("measured with other settings" in str(one.message) for one in told)
+    head = json.loads((train / "head" / "config.json").read_text())
+    assert head["training"]["step"] == 3

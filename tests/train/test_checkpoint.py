@@ -30,7 +30,9 @@ def _trainer(trunk: Trunk, target: Path, toy: ModuleType, out: Path, **config: A
     return Trainer(toy.make_head(target), trunk, toy.NoisePlan(), cfg, out, progress=False)
 
 
-def _save(trainer: Trainer, step: int, score: float | None = None) -> None:
+def _save(
+    trainer: Trainer, step: int, score: float | None = None, basis: str | None = None
+) -> None:
     trainer.checkpoints.save(
         trainer.engine,
         step,
@@ -38,6 +40,7 @@ def _save(trainer: Trainer, step: int, score: float | None = None) -> None:
         score=score,
         zero_stage=trainer.cfg.zero_stage,
         config={},
+        basis=basis,
     )
 
 
@@ -142,3 +145,36 @@ def test_another_zero_stage_or_number_of_shards_is_refused(
     marker.write_text(json.dumps(facts | {"format": 7}))
     with pytest.raises(ValueError, match="format 7"):
         Checkpoints(tmp_path / "checkpoints", 1).whole()
+
+
+def test_the_best_is_looked_for_among_scores_of_one_basis(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """A high score measured otherwise neither wins nor is kept for it; a step without a score
+    changes nothing."""
+    trainer = _trainer(trunk, target, toy, tmp_path, keep_checkpoints=1)
+    for step, score, basis in ((1, 9.0, "a"), (2, 2.0, "b"), (3, 1.0, "b"), (4, None, None)):
+        _save(trainer, step, score, basis)
+    best = trainer.checkpoints.best()
+    assert best is not None and (best.step, best.score, best.basis) == (2, 2.0, "b")
+    assert [found.step for found in trainer.checkpoints.whole()] == [2, 4]
+
+
+def test_a_changed_measure_begins_a_new_best(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """Step 2's lower score is the best of its basis; it is told once."""
+    kept: list[int] = []
+
+    def trainer(steps: int, scores: list[float], basis: str) -> Trainer:
+        made = _trainer(trunk, target, toy, tmp_path, max_steps=steps, validate_every=1)
+        measured = iter(scores)
+        made.validate = lambda head: {"score": next(measured), "basis": basis}
+        made.on_best = lambda head, step, figures: kept.append(step)
+        return made
+
+    trainer(1, [9.0], "a").run()
+    with pytest.warns(UserWarning) as told:
+        result = trainer(3, [2.0, 1.0], "b").run()
+    assert sum("measured with other settings" in str(one.message) for one in told) == 1
+    assert kept == [1, 2] and result.best is not None and result.best.step == 2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
 
-from draftsmith.train.ranks import set_apart
+from draftsmith.train.ranks import Meeting, set_apart
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +72,69 @@ def test_a_run_alone_announces_no_launch() -> None:
     added = done.stdout.splitlines()[-1]
     named = {name for name in launch if f"'{name}'" in added}
     assert named <= {"LOCAL_RANK"}, added  # DeepSpeed asks for it
+
+
+_MEETING = """
+import datetime, json, os, sys, time
+import torch.distributed as dist
+from draftsmith.train.ranks import Meeting, rank
+
+dist.init_process_group("gloo")
+group = dist.distributed_c10d._get_default_group()
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
+meeting = Meeting()
+
+def slowly():
+    time.sleep(3 if rank() == 0 else 0)
+    return f"of {rank()}"
+
+def fails():
+    if rank() == 1:
+        raise KeyError("no such prompt")
+    return rank()
+
+told = []
+try:
+    meeting.share(fails)
+except Exception as error:
+    told.append(f"{type(error).__name__}: {error}")
+print(json.dumps([meeting.share(slowly), told]))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_meet_however_long_one_takes() -> None:
+    """Rank 0 works three times as long as the group's own collectives wait; an error of one rank
+    ends the wait of all, who learn whose it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEETING],
+            env={**env, "RANK": str(number), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-2000:]
+    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert [met for met, _ in found] == [["of 0", "of 1"]] * 2
+    assert found[0][1] == ["ValueError: rank 1 could not do its part: KeyError: 'no such prompt'"]
+    assert found[1][1] == ["KeyError: 'no such prompt'"]
+
+
+def test_alone_there_is_nobody_to_meet() -> None:
+    """The work's own result and its own error."""
+    assert Meeting().share(lambda: 5) == [5]
+    with pytest.raises(ZeroDivisionError):
+        Meeting().share(lambda: 1 // 0)
