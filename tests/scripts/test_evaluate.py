@@ -17,19 +17,14 @@ from draftsmith.data.rows import RowsConfig, prepare
 from draftsmith.models.target import fingerprint
 from draftsmith.scripts.evaluate import key, reusable
 
-TEXTS = ["Name a river.", "The river Seine, in France."]
-
 
 def hold_out(work: Path, tokenizer: PreTrainedTokenizerBase, target: Path, seed: int) -> None:
     """Prepare rows, two of them held out."""
     source = work / "chats.json"
+    turns = (("user", "Name a river."), ("assistant", "The river Seine, in France."))
     chats = [
-        {
-            "messages": [
-                {"role": r, "content": f"{t} {n}"} for r, t in zip(("user", "assistant"), TEXTS)
-            ]
-        }
-        for n in range(seed, seed + 6)
+        {"messages": [{"role": role, "content": f"{text} {number}"} for role, text in turns]}
+        for number in range(seed, seed + 6)
     ]
     source.write_text(json.dumps(chats))
     shutil.rmtree(work / "rows", ignore_errors=True)
