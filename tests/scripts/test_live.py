@@ -155,7 +155,8 @@ def test_accepted_drafts_are_marked(endless: Path) -> None:
     prompts = prompt_set("humaneval", 3, to_config(composed(["work=w"])), tokenizer)
     params = SamplingParams(max_new_tokens=18)
     answers = [s.output for s in measure(target, None, prompts, EngineConfig(), params).sequences]
-    result = measure(target, _Oracle(answers), prompts, EngineConfig(), params)
+    together = EngineConfig(max_step_tokens=4096)  # prefilled in one step
+    result = measure(target, _Oracle(answers), prompts, together, params)
     assert all(steps == [1, 1, 4, 1, 4, 1, 4, 1, 1] for steps in result.steps)
     marked = shown(result, tokenizer)
     assert [one["id"] for one in marked] == prompts.ids[:2]
