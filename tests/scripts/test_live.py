@@ -187,6 +187,7 @@ for ranks in ("all", "first"):
     config = to_config(composed([*overrides, f"validate.ranks={ranks}"]))
     live = LiveAcceptance(config, None)
     print(json.dumps([live(head), live._target is not None]))
+dist.destroy_process_group()
 """
 
 
@@ -196,6 +197,9 @@ def test_two_ranks_share_the_prompts(overrides: list[str], head: Head, endless: 
     """`all`: raw counts are the sums of what each half gives, with the random numbers of the whole
     set; `first`: rank 1 loads no target and gets rank 0's figures, which are those of one
     process."""
+    first = [word for word in overrides if not word.startswith("validate.prompts")]
+    place = overrides[0].removeprefix("work=")
+    overrides = [*first, f"validate.prompts=[{place}/first.jsonl]"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -211,7 +215,7 @@ def test_two_ranks_share_the_prompts(overrides: list[str], head: Head, endless: 
         for number in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=150) for process in processes]
+        outputs = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
