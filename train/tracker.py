@@ -121,9 +121,9 @@ def media(figures: dict[str, Any]) -> dict[str, Any]:
     for prompts, by_temperature in runs.items():
         positions = []
         for temperature, run in by_temperature.items():
-            columns = ("drafted_per_position", "accepted_per_position")
+            raw = ("drafted_per_position", "accepted_per_position")
             shares = ("unconditional", "conditional")
-            lists = (run[name] for name in (*columns, *shares))
+            lists = (run[name] for name in (*raw, *shares))
             for position, row in enumerate(zip(*lists, strict=True), 1):
                 positions.append([float(temperature), position, *row])
             contexts += [
