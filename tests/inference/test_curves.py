@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from draftsmith.inference.curves import draw, overview, training_curves
 from draftsmith.inference.plots import png
 
@@ -46,7 +48,7 @@ def test_the_overview_leaves_out_empty_panels() -> None:
     assert whole is not None and len(whole.axes) == 5
     lines = {axis.get_title(loc="left"): axis.get_lines() for axis in whole.axes}
     drawn = lines["Acceptance in the engine over training"]
-    assert [list(line.get_ydata()) for line in drawn] == [[1.4], [1.2], [1.9]]
+    assert [np.asarray(line.get_ydata()).tolist() for line in drawn] == [[1.4], [1.2], [1.9]]
     assert png(whole).startswith(b"\x89PNG")
     apart = overview([_train(10), _validation(20)])
     assert apart is not None and len(apart.axes) == 4
