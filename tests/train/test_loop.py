@@ -169,14 +169,28 @@ def test_the_trunk_stays_as_it_was_and_out_of_every_file(
     assert 12 * numbers < written < 12 * numbers + 4 * trunk.embedding.numel()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2, 7])
+_DRAWN = {
+    "feature_noise": 0.2,
+    "survivors": 0.5,
+    "step_weights": (1.0, 0.5, 0.5),
+    "checkpoint_activations": True,
+}
+
+
+@pytest.mark.parametrize(("prefetch", "more"), [(0, {}), (2, {}), (7, {}), (2, _DRAWN)])
 def test_the_learning_rate_at_resume_is_that_of_the_step(
-    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, prefetch: int
+    trunk: Trunk,
+    target: Path,
+    toy: ModuleType,
+    tmp_path: Path,
+    prefetch: int,
+    more: dict[str, Any],
 ) -> None:
     """Stopped at 4 of 8 and taken up by a new trainer: every line's rate is lr_at of its step,
     weights are those of the undisturbed run, Adam's moments included (77, 78); whatever was read
-    ahead and not trained is read again."""
+    ahead and not trained is read again, and what is drawn for a batch is drawn again."""
     options = {"max_steps": 8, "warmup_steps": 3, "checkpoint_every": 2, "prefetch": prefetch}
+    options |= more
     whole = toy.make_head(target)
     _trainer(trunk, whole, toy.NoisePlan(), tmp_path / "whole", **options).run()
 
