@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.kernels.distill_loss import distill_loss
-from draftsmith.kernels.losses import LOSSES, STATES, LossConfig, Pair, mix, parse
+from draftsmith.kernels.losses import LOSSES, STATES, LossConfig, Pair, mix, parse, smooth_l1
 
 ALL = [*LOSSES, STATES]
 EAGLE_ONE = "smooth-l1+0.1*kl"
@@ -242,6 +242,48 @@ def test_saturated_rows_through_the_whole_walk(kind: str) -> None:
     gradient."""
     case = _Case(2, 19, 300, own=16, spread=3e3)
     case.compare(kind, 1e-8, 16)
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_a_soft_cap_that_is_reached_everywhere(kind: str) -> None:
+    """Logits of 1e4 under a cap of 30 are +-30 to the last bit: the cap's derivative is 0 or nearly
+    so, and nothing is NaN."""
+    _Case(2, 19, 300, spread=3e3).compare(kind, 1e-8, 16, logit_scale=1.7, softcap=30.0)
+
+
+def test_states_far_apart_and_equal() -> None:
+    """smooth-l1 of states 1e4 apart, of the width of its kink, and equal ones: PyTorch's own."""
+    wanted = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    apart = torch.tensor([[1e4], [-1e4], [1.0], [-1.0], [0.0]])
+    states = (wanted.double() + apart).requires_grad_()
+    value, gradient = smooth_l1(states.detach(), wanted.double())
+    exact = torch.nn.functional.smooth_l1_loss(states, wanted.double(), reduction="none").mean(-1)
+    torch.testing.assert_close(value, exact.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact.sum(), states)[0])
+    assert not bool(gradient[4].any()) and float(value[4]) == 0.0
+
+
+@pytest.mark.parametrize("own", [None, 12])
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_a_reduced_vocabulary_renormalises_the_teacher(kind: str, own: int | None) -> None:
+    """p is the whole distribution cut to the draft ids and divided by what is left; q runs over
+    the draft ids alone."""
+    case = _Case(2, 19, 600, own=own)
+    whole, ids = case.head, torch.arange(0, 600, 3)
+    p = (case.teacher @ whole.T).softmax(-1)[:, ids]
+    target = (p / p.sum(-1, keepdim=True)).log()
+    case.head = whole[ids]
+    if case.student_head is not None:
+        case.student_head = case.student_head.detach()[ids].requires_grad_()
+    loss, _ = case.ours(kind, chunk=16)
+    z = case.students @ (case.head if case.student_head is None else case.student_head).T
+    label = target.argmax(-1).expand(z.shape[:-1])
+    value = _by_definition(kind, z, target.expand_as(z), label, _config(kind))
+    exact = (value * case.weight.double()).sum()
+    torch.testing.assert_close(loss, exact, rtol=1e-10, atol=1e-10)
+    right = torch.autograd.grad(exact, case.learning)
+    for a, b in zip(torch.autograd.grad(loss, case.learning), right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10 * max(1.0, float(b.abs().max())))
 
 
 @pytest.mark.parametrize("kind", [k for k in LOSSES if k != "ce"])

@@ -362,6 +362,27 @@ def test_a_head_with_its_own_lm_head_trains_in_shards_too(
         torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
 
 
+def test_steps_are_computed_again_in_shards_too(
+    tiny_llama_folder: Callable[..., Path], toy: ModuleType, tmp_path: Path
+) -> None:
+    """Stage 3 gathers a step's matrices once more when backward runs it again: the weights are
+    those of kept activations."""
+    target = tiny_llama_folder(
+        num_hidden_layers=2, hidden_size=384, intermediate_size=512, num_attention_heads=6
+    )
+    trunk, batch = Trunk.load(target, torch.float32), toy.packed([toy.random_row(1, 40, 384)])
+    ended = []
+    for again in (False, True):
+        head = toy.make_head(target)
+        options = {"zero_stage": 3, "checkpoint_activations": again}
+        trainer = _trainer(trunk, head, _Listed([batch]), tmp_path / str(again), **options)
+        assert head.get_parameter("blocks.0.eh_proj.weight").numel() == 0  # sharded
+        trainer.run()
+        ended.append(_weights(trainer.whole_head()))
+    for name, value in ended[0].items():
+        assert torch.equal(ended[1][name], value), name
+
+
 def test_validation_in_shards_judges_and_keeps_whole_weights(
     trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
 ) -> None:
