@@ -66,7 +66,7 @@ class PackedBatch:
             boundaries are read.
         starts: [R+1] int32, starts[0] = 0, starts[R] = N. positions: [N] int64, 0, 1, ... inside
             each row.
-        row_ids: names of the R rows.
+        row_ids: names of the R rows. index: its number in the global order, None outside of one.
     """
 
     tokens: Tensor
@@ -75,6 +75,7 @@ class PackedBatch:
     starts: Tensor
     positions: Tensor
     row_ids: tuple[str, ...]
+    index: int | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
@@ -85,6 +86,7 @@ class PackedBatch:
             self.starts.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
             self.row_ids,
+            self.index,
         )
 
 

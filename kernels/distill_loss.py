@@ -2,7 +2,8 @@
 
     loss = sum_{k,n} weight[k,n] * L(p_n, q_{k,n})       L: soft cross-entropy, or one of `losses`
     p_n = softmax(z(teacher_n))    q_{k,n} = softmax(z(student_{k,n}))
-    z(h) = softcap(logit_scale * head_weight @ h)        the student may have a head of its own
+    z(h) = softcap(logit_scale * head_weight @ h)
+    z(h) = student_head @ h                              of students with a head of their own
 
 Rows without weight are dropped before the head. The rest is walked in chunks: the teacher's
 distribution of a row is computed once for all students, and the gradients of the students and of
@@ -53,16 +54,14 @@ def distill_loss(
     chunk: int | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    student_logit_scale: float = 1.0,
-    student_softcap: float | None = None,
 ) -> tuple[Tensor, DistillStats]:
     """Weighted loss summed over all rows of all steps, and its statistics.
 
     students [K, N, H']: student k of row n is judged against teacher row n. teacher [N, H], already
     normed. weight [K, N] fp32, >= 0; 0 = not supervised, the row is never read (it may hold NaN).
-    head_weight [V, H], with logit_scale and softcap. student_head [V, H']: the students' own, with
-    student_logit_scale and student_softcap; it gets a gradient where it requires one, summed over
-    chunks in fp32. None: students are read through the teacher's (H' = H). loss: what is minimised.
+    head_weight [V, H], with logit_scale and softcap. student_head [V, H']: the students' own, read
+    plainly; it gets a gradient where it requires one, summed over chunks in fp32. None: students
+    are read as the teacher is (H' = H). loss: what is minimised.
     labels [N] int64: the columns that `ce` wants, -1 = none; None takes the teacher's argmax.
     full_head [all ids, H]: given, the teacher's mass outside `head_weight`, whose rows are some of
     it, is measured.
@@ -71,8 +70,8 @@ def distill_loss(
     softmax and sums in fp32 (fp64 for fp64 students).
     Returns (scalar loss, DistillStats); with no weight at all the loss is exactly 0 and so is the
     gradient.
-    Raises ValueError for shapes that do not fit, a negative or non-finite weight, labels that are
-    no columns, and a student's scale or cap without a student head.
+    Raises ValueError for shapes that do not fit, a negative or non-finite weight, and labels that
+    are no columns.
     """
     steps, num_rows, _ = students.shape
     num_columns, hidden = head_weight.shape
@@ -92,11 +91,6 @@ def distill_loss(
         raise ValueError(
             f"chunk {chunk} cannot hold a teacher row and a student row; give at least 2"
         )
-    if student_head is None and (student_logit_scale, student_softcap) != (1.0, None):
-        raise ValueError(
-            f"student_logit_scale={student_logit_scale}, student_softcap={student_softcap} belong "
-            "to a student_head; without one students are read as the teacher is"
-        )
     if STATES in parse(loss.kind) and students.shape[2] != hidden:
         raise ValueError(
             f"{STATES} compares states: students have width {students.shape[2]}, the teacher "
@@ -110,8 +104,7 @@ def distill_loss(
         of_teacher = Readout(head_weight.to(compute), logit_scale, softcap)
         of_student = of_teacher
         if student_head is not None:
-            finish = student_logit_scale, student_softcap
-            of_student = Readout(student_head.detach().to(compute), *finish)
+            of_student = Readout(student_head.detach().to(compute), 1.0, None)
         total, stats, grad, head_grad = _forward(
             students.detach(),
             teacher,
@@ -321,4 +314,7 @@ class _FilledGradient(torch.autograd.Function):
         grad, head_grad = ctx.saved_tensors
         if head_grad is not None:
             head_grad = (head_grad * grad_loss).to(ctx.head_dtype)
-        return grad * grad_loss.to(grad.dtype), head_grad, None, None, None
+        # The factor stays in its own precision: a tensor without dimensions would be rounded to the
+        # gradient's type first.
+        scaled = torch.mul(grad, grad_loss.reshape(1), out=torch.empty_like(grad))
+        return scaled, head_grad, None, None, None

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..kernels.losses import LossConfig
 
-PRECISIONS = ("bf16", "fp32")
+CHOICES = {
+    "unroll_growth": ("jump", "linear"),
+    "context": ("engine", "causal"),
+    "precision": ("bf16", "fp32"),
+}
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,26 @@ class TrainConfig:
     """Unroll steps K: drafts per row, each fed the head's own state of the step before."""
     step_decay: float = 0.8
     """Weight of unroll step k (0-based) in the loss: step_decay ** k."""
+    step_weights: tuple[float, ...] | None = None
+    """The K weights themselves, in place of step_decay; 0 leaves a step out of the loss."""
     unroll_warmup: int = 0
-    """Optimiser steps at the start that train unroll step 0 alone."""
+    """Optimiser steps at the start that train fewer unroll steps than K."""
+    unroll_growth: Literal["jump", "linear"] = "jump"
+    """During unroll_warmup: jump trains unroll step 0 alone; linear trains 1, 2, ..., K - 1 of
+    them, each for an equal share of it."""
+    context: Literal["engine", "causal"] = "engine"
+    """What a row of unroll step k attends to while training. engine: the committed rows of its
+    prefix and its own chain, as when drafting; causal: rows of step k alone, for comparison.
+    Validation always has engine."""
+    checkpoint_activations: bool = False
+    """Compute each unroll step again in backward instead of keeping its activations: less memory,
+    more time, the same gradients."""
+    feature_noise: float = 0.0
+    """Width a of noise that is uniform in [-a/2, a/2], added to each number of the state that
+    unroll step 0 is fed while training (EAGLE-1: 0.2)."""
+    survivors: float = 0.0
+    """Share of chains that are trained only as far as they would be used: up to the first of their
+    own drafts that is not the text's token. The others are trained at all K steps."""
     loss: LossConfig = field(default_factory=LossConfig)
     """What is minimised."""
     draft_vocab_size: int | None = None
@@ -79,6 +103,7 @@ class TrainConfig:
             "checkpoint_every",
             "grad_clip",
             "weight_decay",
+            "feature_noise",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
@@ -86,6 +111,15 @@ class TrainConfig:
                 )
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"train.step_decay={self.step_decay}: must lie in (0, 1]")
+        if not 0 <= self.survivors <= 1:
+            raise ValueError(f"train.survivors={self.survivors}: must lie in [0, 1]")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}"
+                )
+        self._check_step_weights()
+        self._warn_of_ignored()
         if not 0 < self.lr < math.inf:
             raise ValueError(f"train.lr={self.lr}: must be a positive number")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -98,15 +132,52 @@ class TrainConfig:
             )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"train.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
-        if self.precision not in PRECISIONS:
+
+    def _check_step_weights(self) -> None:
+        weights = self.step_weights
+        if weights is None:
+            return
+        place = f"train.step_weights={list(weights)}"
+        if self.step_decay != TrainConfig.step_decay:
             raise ValueError(
-                f"train.precision={self.precision!r}: must be one of {', '.join(PRECISIONS)}"
+                f"{place} and train.step_decay={self.step_decay} both weigh the steps; give one"
+            )
+        if len(weights) != self.steps:
+            raise ValueError(
+                f"{place}: give one weight for each of train.steps={self.steps} unroll steps"
+            )
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise ValueError(f"{place}: must be numbers that are not negative, and not all 0")
+        if self.unroll_warmup and not weights[0]:
+            raise ValueError(
+                f"{place}: train.unroll_warmup={self.unroll_warmup} begins with unroll step 0, "
+                "whose weight is 0; give it a weight, or no warm-up"
             )
 
-    def step_weights(self) -> list[float]:
+    def _warn_of_ignored(self) -> None:
+        if self.unroll_growth != "jump" and (self.unroll_warmup == 0 or self.steps == 1):
+            warnings.warn(
+                f"train.unroll_growth={self.unroll_growth} has no effect with "
+                f"train.unroll_warmup={self.unroll_warmup} and train.steps={self.steps}",
+                stacklevel=4,
+            )
+        if self.survivors and self.steps == 1:
+            warnings.warn(
+                f"train.survivors={self.survivors} has no effect: with train.steps=1 no step "
+                "follows a draft",
+                stacklevel=4,
+            )
+
+    def weights(self) -> list[float]:
         """Weight of each unroll step, [K]."""
+        if self.step_weights is not None:
+            return list(self.step_weights)
         return [self.step_decay**k for k in range(self.steps)]
 
     def unroll_steps(self, step: int) -> int:
         """Unroll steps that optimiser step `step` (0-based) trains."""
-        return 1 if step < self.unroll_warmup else self.steps
+        if step >= self.unroll_warmup:
+            return self.steps
+        if self.unroll_growth == "jump":
+            return 1
+        return 1 + step * (self.steps - 1) // self.unroll_warmup

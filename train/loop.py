@@ -12,7 +12,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -109,12 +109,18 @@ class Trainer:
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
         self.objective = Objective(
             trunk,
-            cfg.step_weights(),
+            cfg.weights(),
             boundaries=boundaries,
             draft_ids=draft_ids,
             dtype=dtype,
             loss=cfg.loss,
+            context=cfg.context,
+            recompute=cfg.checkpoint_activations,
+            feature_noise=cfg.feature_noise,
+            survivors=cfg.survivors,
+            seed=cfg.seed,
         )
+        self.objective.check(head)
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)
         out.mkdir(parents=True, exist_ok=True)
@@ -181,7 +187,7 @@ class Trainer:
         return range(self.cursor + rank(), self.cursor + left, world_size())
 
     def _read(self, index: int) -> PackedBatch:
-        return self.plan.batch(index).to(self.device)
+        return replace(self.plan.batch(index), index=index).to(self.device)
 
     def _one_step(self, reader: Reader) -> None:
         cfg, window = self.cfg, self._window
@@ -355,6 +361,7 @@ def _warn_of_changes(found: Checkpoint, cfg: TrainConfig) -> None:
 
     now = asdict(cfg)
     now["betas"] = list(cfg.betas)
+    now["step_weights"] = None if cfg.step_weights is None else list(cfg.step_weights)
     changed = [name for name in now if found.config.get(name) != now[name]]
     for name in changed:
         warnings.warn(

@@ -3,22 +3,36 @@
 Step k of row p predicts x_{p+2+k}; its teacher is softmax(lm_head(norm(h_{p+1+k}))). So teacher row
 t judges the students of rows t-1, t-2, ..., and is worked out once for all of them: states are
 rolled by 1 + k before they meet it. Which loss: `kernels.losses`.
+
+Survivors. In the engine, step k of a chain is of use only where its drafts 0..k-1 were accepted,
+and a teacher exists only for prefixes of the text. So the chain of row p survives to step k when
+
+    argmax q_j = x_{p+2+j}      for all j < k
+
+and what it is then fed is its own drafts and the text's tokens in one. A draft that differs would
+have to be followed by a teacher that nobody has computed: nothing is fed in its place, the chain's
+later steps get weight 0. The sum is still divided by all supervised weight, so step k counts in
+proportion to how often the engine gets that far.
 """
 
 from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats, distill_loss
+from ..kernels.logit_chunks import default_rows, top_columns
 from ..kernels.losses import LossConfig
 from ..kernels.shift import shift_tokens, supervision
 from ..models.heads import Head
 from ..models.trunk import Trunk
-from .unroll import split_states, unroll
+from .unroll import UnrollContext, split_states, unroll
+
+_NOISE, _CHAINS = range(2)  # streams of random numbers of a batch
 
 
 class Objective:
@@ -35,6 +49,9 @@ class Objective:
             None = all.
         dtype: of the loss's matrix products; the lm_head rows are kept in it.
         chunk: rows of logits alive at a time, see `kernels.distill_loss`. loss: what is minimised.
+        context, recompute, feature_noise, survivors: see `TrainConfig` (recompute is its
+            checkpoint_activations); they hold while the head is in training mode.
+        seed: of noise and of the choice of chains, with each batch's index.
     """
 
     def __init__(
@@ -47,6 +64,11 @@ class Objective:
         dtype: torch.dtype,
         chunk: int | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
+        context: str = "engine",
+        recompute: bool = False,
+        feature_noise: float = 0.0,
+        survivors: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.trunk = trunk
         self.boundaries = boundaries or (0,)
@@ -56,6 +78,11 @@ class Objective:
         self.dtype = dtype
         self.chunk = chunk
         self.loss = loss
+        self.context = context
+        self.recompute = recompute
+        self.feature_noise = feature_noise
+        self.survivors = survivors
+        self.seed = seed
         self.full_head = None
         if loss.measure_outside and draft_ids is not None:
             self.full_head = trunk.lm_head.to(dtype)
@@ -67,14 +94,25 @@ class Objective:
             )
         # [V] column of each token, -1 outside the draft vocabulary
         self._columns: Tensor | None = None
-        if loss.labels == "data" and self.draft_ids is not None:
+        if (loss.labels == "data" or survivors) and self.draft_ids is not None:
             self._columns = self.draft_ids.new_full((trunk.vocab_size,), -1)
             self._columns[self.draft_ids] = torch.arange(
                 len(self.draft_ids), device=self.draft_ids.device
             )
 
+    def check(self, head: Head) -> None:
+        """Warn of a setting that does nothing for this head."""
+        alike = head.num_layers == 0 or head.num_modules >= len(self.step_weights)
+        if self.context != "engine" and alike:
+            warnings.warn(
+                f"train.context={self.context} has no effect: each step of this {head.kind} head "
+                "has keys of its own, or none",
+                stacklevel=3,
+            )
+
     def weights(self, batch: PackedBatch, steps: int) -> Tensor:
-        """Weight of every row of every step, [K, N] fp32; 0 where the row is not supervised."""
+        """Weight of every row of every step, [K, N] fp32; 0 where the row is not supervised. Before
+        any chain ends."""
         mask = supervision(batch.supervised, batch.starts, steps).to(self.step_weights.device)
         return mask * self.step_weights[:steps, None]
 
@@ -92,29 +130,99 @@ class Objective:
         steps: K <= len(step_weights). `student_top[k, t]` belongs to chain row t - 1 - k (see
         `chain_rows`).
         """
+        drafted = self.drafted(head, batch, steps)
+        weights = self.weights(batch, steps)
+        if head.training and self.survivors and steps > 1:
+            weights = weights * self.surviving(batch, drafted.detach(), weights, head.lm_head)
         return self.judge(
-            self.students(head, batch, steps),
+            self.aligned(drafted),
             self.teacher(batch),
-            self.weights(batch, steps),
+            weights,
             labels=self.labels(batch),
             student_head=head.lm_head,
         )
 
-    def students(self, head: Head, batch: PackedBatch, steps: int) -> Tensor:
-        """The head's states of every step, each at the row of its teacher, [K, N, H'] in `dtype`:
-        entry [k, t] belongs to chain row t - 1 - k."""
-        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
-        return torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)]).to(self.dtype)
+    def drafted(self, head: Head, batch: PackedBatch, steps: int) -> Tensor:
+        """The head's states of every step by chain row, [K, N, H'], in the run's context while the
+        head is in training mode."""
+        training = head.training
+        return unroll(
+            head,
+            self.trunk,
+            batch,
+            steps,
+            states=self.states(batch),
+            context=UnrollContext(batch.starts, causal=training and self.context == "causal"),
+            noise=self._noise(batch) if training and self.feature_noise else None,
+            recompute=self.recompute,
+        )
+
+    def aligned(self, drafted: Tensor) -> Tensor:
+        """Each of the states [K, N, H'] at the row of its teacher, in `dtype`: entry [k, t] belongs
+        to chain row t - 1 - k."""
+        return torch.stack([one.roll(1 + k, 0) for k, one in enumerate(drafted)]).to(self.dtype)
 
     def labels(self, batch: PackedBatch) -> Tensor | None:
         """Column of the data's token for every teacher row, int64 [N]; -1 where its document ends
         or the draft vocabulary lacks the token. None where the loss takes the teacher's argmax."""
-        if self.loss.labels == "teacher":
-            return None
-        tokens = shift_tokens(batch.tokens.long(), batch.starts, 1, fill=-1)
+        return None if self.loss.labels == "teacher" else self._ahead(batch, 1)
+
+    def _ahead(self, batch: PackedBatch, offset: int) -> Tensor:
+        """Column of token p + offset for every row p, int64 [N]; -1 where there is none."""
+        tokens = shift_tokens(batch.tokens.long(), batch.starts, offset, fill=-1)
         if self._columns is None:
             return tokens
         return torch.where(tokens >= 0, self._columns[tokens.clamp(min=0)], -1)
+
+    @torch.no_grad()
+    def surviving(
+        self, batch: PackedBatch, drafted: Tensor, weights: Tensor, student_head: Tensor | None
+    ) -> Tensor:
+        """Which chains are trained at which step, bool [K, N] by chain row: see "survivors" above;
+        of a chain that is not among the share that ends so, every step.
+
+        drafted [K, N, H]. weights [K, N]: drafts are worked out only where one decides over a
+        weight, a chunk of logits at a time.
+        """
+        head = (self.head_weight if student_head is None else student_head).to(self.dtype)
+        size = self.chunk or default_rows(drafted.device, len(head))
+        alive = torch.ones(drafted.shape[1], dtype=torch.bool, device=drafted.device)
+        ends = alive
+        if self.survivors < 1:
+            draws = torch.rand(
+                len(alive), generator=self._generator(batch, _CHAINS), device=alive.device
+            )
+            ends = draws < self.survivors
+        kept = [alive]
+        # Logit scale and soft cap are monotone: the argmax needs neither.
+        with torch.autocast(drafted.device.type, enabled=False):
+            for step in range(len(drafted) - 1):
+                rows = (ends & alive & (weights[step + 1] > 0)).nonzero().squeeze(1)
+                tops = [rows.new_zeros(0)]
+                for part in drafted[step, rows].to(self.dtype).split(size):
+                    tops.append(top_columns(part @ head.T)[1])
+                text = self._ahead(batch, 2 + step)[rows]
+                alive = alive.index_put((rows,), torch.cat(tops) == text)
+                kept.append(alive)
+        return torch.stack(kept)
+
+    def _noise(self, batch: PackedBatch) -> Tensor:
+        """Uniform noise of width feature_noise around 0, fp32 [N, H]; the same for a batch whenever
+        it is read."""
+        shape = batch.tokens.shape[0], self.trunk.hidden_size
+        device = self.trunk.device
+        draws = torch.rand(shape, generator=self._generator(batch, _NOISE), device=device)
+        return draws.sub_(0.5).mul_(self.feature_noise)
+
+    def _generator(self, batch: PackedBatch, stream: int) -> torch.Generator:
+        if batch.index is None:
+            raise ValueError(
+                "train.feature_noise and train.survivors draw by the number of the batch: give it "
+                "an index"
+            )
+        entropy = (self.seed % 2**64, batch.index, stream)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        return torch.Generator(self.trunk.device).manual_seed(seed)
 
     def judge(
         self,

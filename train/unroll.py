@@ -9,6 +9,9 @@ step k    x_{p+1+k}  own output of step k-1   p + k      the same, and its own c
 The tokens are the text's own at every step, so inputs and teacher always belong to the same prefix.
 Of a head with separate modules, module k has keys of its own: its first step is step k, and those
 keys are then its committed ones.
+
+What a row of step k sees can be asked for otherwise, for comparison (`train.context=causal`): rows
+0..p of step k itself, as trainers have it that know no such context. See docs/training.md.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..data.batches import PackedBatch
 from ..kernels.shift import shift_tokens
 from ..kernels.ttt_attention import ttt_attention
-from ..models.heads import Head
+from ..models.heads import Head, HeadStep
 from ..models.trunk import Trunk
 
 
@@ -30,6 +34,7 @@ class _Seen(NamedTuple):
     """Keys and values of one layer, by step; entry 0 is the committed step, the others are
     chains."""
 
+    first: int  # the step of entry 0
     keys: list[Tensor]  # k + 1 tensors [Hkv, N, D]
     values: list[Tensor]  # k + 1 tensors [Hkv, N, Dv]
 
@@ -42,11 +47,22 @@ class UnrollContext:
         starts: [R+1] row borders, starts[0] = 0, starts[-1] = N.
         attention: the op, exchanged in benchmarks and tests for another form of the same
             definition.
+        causal: a row of step k sees rows 0..p of step k alone, and nothing is kept.
+    Attributes:
+        step: the unroll step that is being computed; set before the head runs.
     """
 
-    def __init__(self, starts: Tensor, attention: Callable[..., Tensor] = ttt_attention) -> None:
+    def __init__(
+        self,
+        starts: Tensor,
+        attention: Callable[..., Tensor] = ttt_attention,
+        *,
+        causal: bool = False,
+    ) -> None:
         self.starts = tuple(int(b) for b in starts.tolist())
         self.attention = attention
+        self.causal = causal
+        self.step = 0
         self.seen: dict[int, _Seen] = {}
 
     def attend(
@@ -60,27 +76,39 @@ class UnrollContext:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """q [1,Hq,N,D], k [1,Hkv,N,D], v [1,Hkv,N,Dv] of the next step -> [1,N,Hq,Dv].
+        """q [1,Hq,N,D], k [1,Hkv,N,D], v [1,Hkv,N,Dv] of `step` -> [1,N,Hq,Dv].
 
-        The first call of a layer is step 0, the call after that step 1, and so on.
+        The step in which a layer first comes is its committed one, the steps after it are chains. A
+        step that is computed again (backward of a checkpointed one) sees what it saw before, and
+        adds nothing.
         """
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        seen = self.seen.setdefault(layer, _Seen([], []))
-        seen.keys.append(k[0].to(dtype))
-        seen.values.append(v[0].to(dtype))
+        keys, values = self._visible(layer, k[0].to(dtype), v[0].to(dtype))
         out = self.attention(
             q[0].to(dtype),
-            seen.keys[0],
-            seen.values[0],
-            seen.keys[1:],
-            seen.values[1:],
+            keys[0],
+            values[0],
+            keys[1:],
+            values[1:],
             self.starts,
             scaling=scaling,
             window=window,
             softcap=softcap,
         )
         return out.transpose(0, 1)[None]
+
+    def _visible(self, layer: int, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values that the rows of this step see, its own [Hkv, N, ...] last."""
+        if self.causal:
+            return [k], [v]
+        seen = self.seen.setdefault(layer, _Seen(self.step, [], []))
+        before = self.step - seen.first
+        assert 0 <= before <= len(seen.keys), f"step {self.step} of layer {layer} came too early"
+        if before == len(seen.keys):
+            seen.keys.append(k)
+            seen.values.append(v)
+        return [*seen.keys[:before], k], [*seen.values[:before], v]
 
 
 def split_states(hidden: Tensor, boundaries: tuple[int, ...], size: int) -> dict[int, Tensor]:
@@ -109,13 +137,17 @@ def unroll(
     *,
     states: dict[int, Tensor] | None = None,
     context: UnrollContext | None = None,
+    noise: Tensor | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """What the head drafts with at every step (lm_head reads it), [K, N, H] in the dtype the head
     computes in.
 
     states: boundary -> [N, H] raw states of the batch, L among them; None where the batch holds L
-    alone. steps: K >= 1. Rows whose token x_{p+1+k} lies past the end of their document are
-    computed with token 0 and belong to no supervised chain.
+    alone. steps: K >= 1. noise: [N, H], added to what step 0 is fed. recompute: backward runs each
+    step's forward again instead of keeping its activations; of a step remain what it recycled and
+    drafted, and its keys and values. Rows whose token x_{p+1+k} lies past the end of their document
+    are computed with token 0 and belong to no supervised chain.
     """
     if steps < 1:
         raise ValueError(f"steps {steps}: an unroll has at least step 0")
@@ -127,12 +159,23 @@ def unroll(
     dtype = next(head.parameters()).dtype
     states = {0: batch.hidden} if states is None else states
     hidden = head.feed(states, trunk).to(dtype)
-    context = UnrollContext(batch.starts) if context is None else context
+    if noise is not None:
+        hidden = hidden + noise.to(dtype)
+    seen = UnrollContext(batch.starts) if context is None else context
+
+    def forward(hidden: Tensor, step: int) -> HeadStep:
+        seen.step = step
+        tokens = shift_tokens(batch.tokens, batch.starts, 1 + step)
+        return head(trunk.embed(tokens).to(dtype), hidden, batch.positions + step, seen, step)
+
     drafted = []
     for step in range(steps):
-        tokens = shift_tokens(batch.tokens, batch.starts, 1 + step)
-        embeds = trunk.embed(tokens).to(dtype)
-        out = head(embeds, hidden, batch.positions + step, context, step)
+        if recompute and torch.is_grad_enabled():
+            # Nothing in a head draws random numbers, so there is no state to restore.
+            out = checkpoint(forward, hidden, step, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(out, HeadStep)
+        else:
+            out = forward(hidden, step)
         hidden = out.recycled
         drafted.append(out.drafted)
     return torch.stack(drafted)

@@ -112,7 +112,7 @@ class Validator:
         )
         # Rows without weight cost the loss nothing, so a call for each bucket costs about one call.
         with autocast:
-            students = objective.students(head, batch, steps)
+            students = objective.aligned(objective.drafted(head, batch, steps))
             normed, labels = objective.teacher(batch), objective.labels(batch)
             weights = objective.weights(batch, steps)
             judged = {

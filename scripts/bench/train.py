@@ -10,6 +10,8 @@ row and step, and the teacher's distribution.
     before the first
 
 python -m draftsmith.scripts.bench.train [OUT.json]
+python -m draftsmith.scripts.bench.train --call '["measure_memory", FORM, LENGTH, VOCABULARY]'
+    one peak alone, MiB; FORM is ours, plain, or checkpointed (train.checkpoint_activations)
 """
 
 from __future__ import annotations
@@ -118,10 +120,11 @@ class Case:
     def step(self, form: str) -> float:
         """One optimiser step; returns the loss."""
         with torch.autocast("cpu", torch.bfloat16):
-            if form == "ours":
-                loss, _ = self.objective(self.head, self.batch, STEPS)
-            else:
+            if form == "plain":
                 loss = plain_loss(self.objective, self.head, self.batch)
+            else:
+                self.objective.recompute = form == "checkpointed"
+                loss, _ = self.objective(self.head, self.batch, STEPS)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()

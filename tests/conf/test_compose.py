@@ -37,9 +37,15 @@ def test_values_survive_the_round_trip() -> None:
     """dataclass -> composed node -> plain JSON -> dataclass gives the same frozen tree, tuples
     included."""
     node = composed(
-        ["train.betas=[0.8,0.99]", "evaluate.temperatures=[0,1]", "train.draft_vocab_size=128"]
+        [
+            "train.betas=[0.8,0.99]",
+            "evaluate.temperatures=[0,1]",
+            "train.draft_vocab_size=128",
+            "train.step_weights=[1,0.5,0]",
+        ]
     )
     config = to_config(node)
+    assert config.train.step_weights == (1.0, 0.5, 0.0)
     assert config.train.betas == (0.8, 0.99)
     assert config.evaluate.temperatures == (0.0, 1.0)
     assert build(Config, plain(node)) == config

@@ -193,6 +193,17 @@ def test_bf16_products_with_fp32_softmax(autocast: bool) -> None:
     assert float((grad.double() - right.double()).norm() / right.double().norm()) < 0.02
 
 
+def test_the_factor_of_the_loss_is_not_rounded_to_bf16() -> None:
+    """A run divides by its supervised weight in backward: 1.0037, which is 1 in bf16, scales bf16
+    gradients as it scales real numbers."""
+    students, teacher, weight, head = _inputs(2, 40, 64, 900, torch.bfloat16, spread=2.0)
+    loss, _ = distill_loss(students, teacher, weight, head)
+    (plain,) = torch.autograd.grad(loss, students, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss, students, torch.tensor(1.0037))
+    assert torch.equal(scaled, (plain.double() * float(torch.tensor(1.0037))).bfloat16())
+    assert not torch.equal(scaled, plain)
+
+
 class _Largest(TorchDispatchMode):
     """The largest tensor any operation returns, in elements."""
 

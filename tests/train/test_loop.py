@@ -169,14 +169,28 @@ def test_the_trunk_stays_as_it_was_and_out_of_every_file(
     assert 12 * numbers < written < 12 * numbers + 4 * trunk.embedding.numel()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2, 7])
+_DRAWN = {
+    "feature_noise": 0.2,
+    "survivors": 0.5,
+    "step_weights": (1.0, 0.5, 0.5),
+    "checkpoint_activations": True,
+}
+
+
+@pytest.mark.parametrize(("prefetch", "more"), [(0, {}), (2, {}), (7, {}), (2, _DRAWN)])
 def test_the_learning_rate_at_resume_is_that_of_the_step(
-    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path, prefetch: int
+    trunk: Trunk,
+    target: Path,
+    toy: ModuleType,
+    tmp_path: Path,
+    prefetch: int,
+    more: dict[str, Any],
 ) -> None:
     """Stopped at 4 of 8 and taken up by a new trainer: every line's rate is lr_at of its step,
     weights are those of the undisturbed run, Adam's moments included (77, 78); whatever was read
-    ahead and not trained is read again."""
+    ahead and not trained is read again, and what is drawn for a batch is drawn again."""
     options = {"max_steps": 8, "warmup_steps": 3, "checkpoint_every": 2, "prefetch": prefetch}
+    options |= more
     whole = toy.make_head(target)
     _trainer(trunk, whole, toy.NoisePlan(), tmp_path / "whole", **options).run()
 
@@ -346,6 +360,27 @@ def test_a_head_with_its_own_lm_head_trains_in_shards_too(
     assert not torch.equal(ended[0]["lm_head"], trunk.lm_head)
     for name, value in ended[0].items():
         torch.testing.assert_close(ended[1][name], value, rtol=0, atol=1e-4, msg=name)
+
+
+def test_steps_are_computed_again_in_shards_too(
+    tiny_llama_folder: Callable[..., Path], toy: ModuleType, tmp_path: Path
+) -> None:
+    """Stage 3 gathers a step's matrices once more when backward runs it again: the weights are
+    those of kept activations."""
+    target = tiny_llama_folder(
+        num_hidden_layers=2, hidden_size=384, intermediate_size=512, num_attention_heads=6
+    )
+    trunk, batch = Trunk.load(target, torch.float32), toy.packed([toy.random_row(1, 40, 384)])
+    ended = []
+    for again in (False, True):
+        head = toy.make_head(target)
+        options = {"zero_stage": 3, "checkpoint_activations": again}
+        trainer = _trainer(trunk, head, _Listed([batch]), tmp_path / str(again), **options)
+        assert head.get_parameter("blocks.0.eh_proj.weight").numel() == 0  # sharded
+        trainer.run()
+        ended.append(_weights(trainer.whole_head()))
+    for name, value in ended[0].items():
+        assert torch.equal(ended[1][name], value), name
 
 
 def test_validation_in_shards_judges_and_keeps_whole_weights(

@@ -4,6 +4,7 @@ shown."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
 from draftsmith.kernels.losses import LossConfig
+from draftsmith.models.heads import HeadConfig, build_head
 from draftsmith.models.heads.mtp import MTPHead
 from draftsmith.models.norm import RMSNorm
 from draftsmith.models.trunk import Trunk
@@ -260,3 +262,126 @@ def test_chain_rows_undo_the_roll_to_teachers() -> None:
         [2, 3, 4, 5, 6],
         [3, 4, 5, 6, 7],
     ]
+
+
+def _few_tokens(toy: ModuleType, ids: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
+    """Noise over the tokens `ids` alone, so that a random head is often right."""
+    rows = []
+    for seed, length in enumerate(lengths):
+        tokens, supervised, hidden = toy.random_row(seed, length)
+        rows.append((ids[tokens % len(ids)], supervised, hidden))
+    return replace(toy.packed(rows), index=0)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_survivors_are_trained_up_to_their_first_draft_that_is_not_the_texts(
+    target: Path, toy: ModuleType, reduced: bool, own: bool
+) -> None:
+    """By hand, chain by chain: step k of row p counts where every draft 0..k-1 is the text's own
+    token, read from the lm_head that drafts; values and gradients, and the divisor stays."""
+    trunk = Trunk.load(target, torch.float32) if reduced else _counting(4, 64)
+    ids = torch.tensor([3, 70, 200]) if reduced else None
+    batch = _few_tokens(toy, torch.arange(4) if ids is None else ids, (70, 1, 90))
+    head = toy.make_head(target)
+    if own:
+        head.lm_head = nn.Parameter(torch.randn(4 if ids is None else 3, 64))
+    lm_head = trunk.lm_head_weight(ids) if head.lm_head is None else head.lm_head
+    states, normed = unroll(head, trunk, batch, 3), trunk.norm(batch.hidden)
+    known = list(range(4)) if ids is None else ids.tolist()
+    exact, rows = torch.zeros(()), [0, 0, 0]
+    for p, k, weight in _alignment(batch):
+        drafts = [known[int((lm_head @ states[j, p]).argmax())] for j in range(k)]
+        if drafts == batch.tokens[p + 2 : p + 2 + k].tolist():
+            teacher = trunk.logits(normed[p + 1 + k], ids).softmax(-1)
+            exact = exact - weight * (teacher * (lm_head @ states[k, p]).log_softmax(-1)).sum()
+            rows[k] += 1
+    assert rows[0] > rows[1] > rows[2] > 0
+    objective = Objective(
+        trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32, survivors=1.0, chunk=5
+    )
+    loss, stats = objective(head, batch, 3)
+    assert stats.rows.tolist() == rows
+    torch.testing.assert_close(loss, exact, rtol=1e-5, atol=0)
+    parameters = list(head.parameters())
+    ours, right = torch.autograd.grad(loss, parameters), torch.autograd.grad(exact, parameters)
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+    usual = Objective(trunk, WEIGHTS, draft_ids=ids, dtype=torch.float32)
+    assert torch.equal(objective.weights(batch, 3), usual.weights(batch, 3))
+    _, judged = objective(head.eval(), batch, 3)  # validation measures every row
+    assert judged.rows.tolist() == (usual.weights(batch, 3) > 0).sum(1).tolist()
+
+
+def test_a_share_of_chains_ends_at_a_wrong_draft(target: Path, toy: ModuleType) -> None:
+    """Half of them: more rows than of survivors alone and fewer than all; the choice follows from
+    seed and number of the batch."""
+    trunk, head = _counting(4, 64), toy.make_head(target)
+    batch = _few_tokens(toy, torch.arange(4), (200, 150))
+
+    def rows(survivors: float, seed: int = 0, index: int = 0) -> list[int]:
+        objective = Objective(trunk, WEIGHTS, dtype=torch.float32, survivors=survivors, seed=seed)
+        return objective(head, replace(batch, index=index), 3)[1].rows.tolist()
+
+    none, half, every = rows(0.0), rows(0.5), rows(1.0)
+    assert none[0] == half[0] == every[0]
+    for k in (1, 2):
+        assert half[k] == pytest.approx((none[k] + every[k]) / 2, abs=4 * 350**0.5 / 2)
+        assert every[k] < half[k] < none[k]
+    assert rows(0.5) == half
+    assert rows(0.5, seed=1) != half and rows(0.5, index=1) != half
+    with pytest.raises(ValueError, match="give it an index"):
+        rows(0.5, index=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_feature_noise_is_uniform_and_follows_from_the_batch(
+    target: Path, trunk: Trunk, toy: ModuleType
+) -> None:
+    """Within a/2, of a uniform's spread, the same for the same seed and number; teachers stay
+    clean, and a head that is judged is fed without it."""
+    batch = replace(toy.packed([toy.random_row(1, 130), toy.random_row(2, 70)]), index=3)
+    head = toy.make_head(target)
+
+    def objective(seed: int = 0, width: float = 0.2) -> Objective:
+        return Objective(trunk, WEIGHTS, dtype=torch.float32, feature_noise=width, seed=seed)
+
+    noise = objective()._noise(batch)
+    assert float(noise.abs().max()) <= 0.1 and noise.shape == (200, 64)
+    assert float(noise.std()) == pytest.approx(0.2 / 12**0.5, rel=0.02)
+    assert abs(float(noise.mean())) < 3 * 0.2 / 12**0.5 / 12800**0.5
+    with torch.no_grad():
+        loss = objective()(head, batch, 3)[0]
+        clean = objective(width=0.0)(head, batch, 3)[0]
+        assert torch.equal(loss, objective()(head, batch, 3)[0])
+        for other in (
+            objective(seed=1)(head, batch, 3)[0],
+            objective()(head, replace(batch, index=4), 3)[0],
+            clean,
+        ):
+            assert not torch.equal(loss, other)
+        students = unroll(head, trunk, batch, 3, noise=noise)
+        rolled = torch.stack([students[k].roll(1 + k, 0) for k in range(3)])
+        usual = objective(width=0.0)
+        normed, weights = trunk.norm(batch.hidden), usual.weights(batch, 3)
+        assert torch.equal(loss, usual.judge(rolled, normed, weights)[0])
+        assert torch.equal(clean, objective()(head.eval(), batch, 3)[0])
+        head.train()
+    with pytest.raises(ValueError, match="give it an index"):
+        objective()(head, replace(batch, index=None), 3)
+
+
+def test_the_causal_context_is_for_training_alone(
+    target: Path, trunk: Trunk, toy: ModuleType
+) -> None:
+    """Step 0 is the same, later steps are not; a head that is judged sees what the engine shows. A
+    head whose steps have keys of their own, or none, is told that nothing changes."""
+    batch, head = toy.packed([toy.random_row(1, 30)]), toy.make_head(target)
+    engine = Objective(trunk, WEIGHTS, dtype=torch.float32)
+    causal = Objective(trunk, WEIGHTS, dtype=torch.float32, context="causal")
+    causal.check(head)
+    with torch.no_grad():
+        a, b = engine(head, batch, 3)[1].loss, causal(head, batch, 3)[1].loss
+        assert torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1])
+        assert torch.equal(a, causal(head.eval(), batch, 3)[1].loss)
+    with pytest.warns(UserWarning, match="context=causal has no effect: each step of this mtp"):
+        causal.check(build_head(HeadConfig(modules=3), target, 2.0))
