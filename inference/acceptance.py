@@ -110,6 +110,14 @@ class RunResult:
                 str(low): {"target_calls": calls, "tokens": tokens}
                 for low, (calls, tokens) in sorted(counts.by_context.items())
             },
+            "per_prompt": [
+                {
+                    "id": sequence.id,
+                    "target_calls": len(sequence.tokens_per_step),
+                    "decode_tokens": sum(sequence.tokens_per_step),
+                }
+                for sequence in self.sequences
+            ],
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,

@@ -92,7 +92,7 @@ def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = _panels(2, len(groups), height=2.5)
+    figure, axes = panels(2, len(groups), height=2.5)
     for column, (prompts, members) in enumerate(groups.items()):
         for row, values in enumerate((unconditional, conditional)):
             axis = axes[row][column]
@@ -105,7 +105,7 @@ def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
                 axis.set_xlabel("draft position")
     axes[0][0].set_ylabel("accepted up to here,\nof all drafts")
     axes[1][0].set_ylabel("accepted here, of drafts\naccepted so far")
-    return _finish(figure, "Acceptance per position", legend=axes)
+    return finish(figure, "Acceptance per position", legend=axes)
 
 
 def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
@@ -115,7 +115,7 @@ def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = _panels(1, len(groups), height=2.9)
+    figure, axes = panels(1, len(groups), height=2.9)
 
     def shares(run: Run) -> list[float]:
         counts = run["tokens_per_step_histogram"]
@@ -129,7 +129,7 @@ def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
         axis.set_xlabel("tokens emitted in a step")
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0][0].set_ylabel("share of steps")
-    return _finish(figure, "Tokens per step", legend=axes)
+    return finish(figure, "Tokens per step", legend=axes)
 
 
 def speed(runs: Sequence[Run]) -> Figure | None:
@@ -139,7 +139,7 @@ def speed(runs: Sequence[Run]) -> Figure | None:
         return None
     groups = by_prompts(runs)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = _panels(1, len(groups), height=0.9 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=0.9 + 0.42 * tallest)
     drafters = [str(run["drafter"]) for run in runs]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -167,7 +167,7 @@ def speed(runs: Sequence[Run]) -> Figure | None:
         axis.set_xlim(0, max(rates) * 1.5 or 1)
         axis.set_title(prompts, fontsize=10)
         axis.set_xlabel("tokens/s (× plain)")
-    return _finish(figure, "Speed")
+    return finish(figure, "Speed")
 
 
 def time_split(runs: Sequence[Run]) -> Figure | None:
@@ -177,7 +177,7 @@ def time_split(runs: Sequence[Run]) -> Figure | None:
         return None
     groups = by_prompts(timed)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = _panels(1, len(groups), height=1.1 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=1.1 + 0.42 * tallest)
     parts = [part for part in ACTIVITIES if any(run["time"].get(part) for run in timed)]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -190,7 +190,7 @@ def time_split(runs: Sequence[Run]) -> Figure | None:
         _row_names(axis, members, tallest)
         axis.set_title(prompts, fontsize=10)
         axis.set_xlabel("ms per generated token")
-    return _finish(figure, "Where the time goes", legend=axes)
+    return finish(figure, "Where the time goes", legend=axes)
 
 
 def training_loss(curves: dict[str, list[tuple[float, float]]]) -> Figure | None:
@@ -223,7 +223,7 @@ def _curves(
     drawn = {name: points for name, points in curves.items() if points}
     if not drawn:
         return None
-    figure, axes = _panels(1, 1, height=3.2, width=6.4)
+    figure, axes = panels(1, 1, height=3.2, width=6.4)
     axis = axes[0][0]
     palette = (COLOURS["mtp"], COLOURS["ngram"], *_OTHERS)
     for index, (name, points) in enumerate(drawn.items()):
@@ -244,7 +244,7 @@ def _curves(
     axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     if percent:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    return _finish(figure, title, legend=axes)
+    return finish(figure, title, legend=axes)
 
 
 def _headroom(shares: Iterable[float | None]) -> float:
@@ -261,7 +261,7 @@ def _row_names(axis: Axes, members: Sequence[Run], tallest: int) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(5))
 
 
-def _panels(
+def panels(
     rows: int, columns: int, *, height: float, width: float = 3.5
 ) -> tuple[Figure, list[list[Axes]]]:
     figure = Figure(
@@ -321,7 +321,7 @@ def _grouped_bars(
     axis.set_xticks(range(first, first + longest))
 
 
-def _finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = None) -> Figure:
+def finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = None) -> Figure:
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left", color=_INK)
     if legend is not None:
         handles: dict[str, Any] = {}
