@@ -9,6 +9,7 @@ is paired. (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -56,16 +57,20 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> Interval | None:
     )
 
 
+@lru_cache(maxsize=4)
+def _draws(prompts: int) -> np.ndarray:
+    """[R, P]: how often each prompt is drawn."""
+    even = np.full(prompts, 1 / prompts)
+    return np.random.default_rng(SEED).multinomial(prompts, even, RESAMPLES).astype(np.float64)
+
+
 def _interval(counts: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]) -> Interval | None:
     """`figure` maps sums [R, C] to [R]; odd columns are what it divides by."""
     prompts = len(counts)
     whole = counts.sum(0, keepdims=True)
     if prompts < 2 or not whole[:, 1::2].all():
         return None
-    times = np.random.default_rng(SEED).multinomial(
-        prompts, np.full(prompts, 1 / prompts), RESAMPLES
-    )
-    sums = times @ counts
+    sums = _draws(prompts) @ counts
     drawn = figure(sums[sums[:, 1::2].all(1)])  # answers of one token call no target
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Interval(float(figure(whole)[0]), float(low), float(high))

@@ -199,6 +199,8 @@ class Verb:
         values = [*bare, *(word.removeprefix(prefix) for word in one)]
         if not values:
             return words
+        if any(word.startswith(prefix) and word not in one for word in words):
+            raise ValueError(f"give either words ({', '.join(values)}) or {prefix}[…], not both")
         quoted = ",".join(json.dumps(value, ensure_ascii=False) for value in values)
         return [*(word for word in words if word not in (*bare, *one)), f"{prefix}[{quoted}]"]
 
