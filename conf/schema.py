@@ -17,6 +17,7 @@ from ..data.online import OnlineConfig
 from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
+from ..inference.draft_lm import DraftLMConfig
 from ..models.heads import HEADS, HeadConfig
 from ..models.target import DTYPES, TargetConfig
 from ..train.config import TrainConfig
@@ -115,12 +116,12 @@ class EvaluateConfig:
     drafters: tuple[str, ...] = ("none", "ngram", "head")
     """none (plain decoding; always measured, and first), ngram (prompt look-up), head (the trained
     head; also by its kind, which reports call it), untrained (the same head before its first
-    step)."""
+    step), draft-lm (the language model of draft_lm.source)."""
     prompts: tuple[str, ...] = ("humaneval", "mt_bench", "heldout")
     """humaneval, mt_bench, heldout (first questions of held-out conversations), or paths of prompt
     files."""
     draft_tokens: tuple[int, ...] = ()
-    """Chain lengths K that the head drafts with, each a run of its own; empty takes
+    """Chain lengths K that the head and a draft LM draft with, each a run of its own; empty takes
     engine.draft_tokens."""
     limit: int = 16
     """Prompts per set."""
@@ -138,7 +139,7 @@ class EvaluateConfig:
     """Of sampled runs."""
 
     def __post_init__(self) -> None:
-        known = ("none", "ngram", "head", "untrained", *HEADS)
+        known = ("none", "ngram", "head", "untrained", "draft-lm", *HEADS)
         for name in self.drafters:
             if name not in known:
                 raise ValueError(
@@ -165,6 +166,23 @@ class EvaluateConfig:
                 raise ValueError(
                     f"evaluate.temperatures: {temperature} must be 0 (greedy) or positive"
                 )
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Which runs stand side by side."""
+
+    runs: tuple[str, ...] = ()
+    """Work folders or patterns (`work/sweep-*`), the first of which the others are compared with;
+    the words behind the verb for short. Empty takes `work` alone."""
+    group: tuple[str, ...] = ()
+    """Settings or sections, such as head.norms: of the runs that agree in them, only the best is
+    shown. Empty shows every run."""
+    by: Literal["score", "loss"] = "score"
+    """What is best: the validated score (tokens per target call in the engine, where it was
+    measured) or the held-out loss, both of the validation that became the head."""
+    out: str = "work/compare"
+    """Folder of compare.md, compare.json and compare.png."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ class GenerateConfig:
     """Native head folder; null takes the one that this run trained, and decodes plainly where there
     is none."""
     drafter: str = "head"
-    """head (also by its kind), ngram or none."""
+    """head (also by its kind), ngram, draft-lm (the language model of draft_lm.source) or none."""
     prompt: str | None = None
     """Answer this and end; null reads questions until an empty line."""
     system: str | None = None
@@ -216,8 +234,10 @@ class GenerateConfig:
     """Of sampled answers."""
 
     def __post_init__(self) -> None:
-        if self.drafter not in ("head", "ngram", "none", *HEADS):
-            raise ValueError(f"generate.drafter={self.drafter!r}: choose head, ngram or none")
+        if self.drafter not in ("head", "ngram", "draft-lm", "none", *HEADS):
+            raise ValueError(
+                f"generate.drafter={self.drafter!r}: choose head, ngram, draft-lm or none"
+            )
 
 
 @dataclass(frozen=True)
@@ -256,12 +276,14 @@ class Config:
     data: DataConfig
     train: TrainConfig
     engine: EngineConfig
+    draft_lm: DraftLMConfig = field(default_factory=DraftLMConfig)
     tracker: TrackerConfig
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     combine: CombineConfig = field(default_factory=CombineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     import_head: ImportConfig = field(default_factory=ImportConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

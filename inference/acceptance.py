@@ -114,6 +114,14 @@ class RunResult:
             "draft_tokens": self.config.draft_tokens if self.drafter != "none" else 0,
             "max_new_tokens": self.params.max_new_tokens,
             **counts.to_json(),
+            "per_prompt": [
+                {
+                    "id": sequence.id,
+                    "target_calls": len(sequence.tokens_per_step),
+                    "decode_tokens": sum(sequence.tokens_per_step),
+                }
+                for sequence in self.sequences
+            ],
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.accept import DraftLaw, draw
+from ..kernels.accept import DraftLaw
 from ..kernels.packed_linear import PackedLinear
 from ..kernels.shift import shift_insert
 from ..models.heads import Head, HeadFunction, HeadStep
@@ -26,7 +26,7 @@ from ..models.target import Target
 from .batch import Batch, PagedContext
 from .drafters import Proposal
 from .pages import KVPool
-from .sampler import probabilities
+from .sampler import draft_token
 from .sequence import Sequence
 
 
@@ -199,11 +199,5 @@ class HeadDrafter:
         return self.function(self.trunk.embed(tokens), hidden, positions, context, step)
 
     def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        if not sequence.params.draws_drafts:
-            index = int(best)
-        else:
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            q = probabilities(wide[None], sequence.params)[0]
-            law.append(q)
-            index = draw(q, sequence.uniforms(1)[0])
+        index = draft_token(sequence, logits, best, law)
         return index if self.draft_ids is None else int(self.draft_ids[index])

@@ -23,6 +23,9 @@ from .tables import cell, counts, differences, table, verdicts
 
 Run = dict[str, Any]
 
+SECTIONS = ("target", "head", "draft_lm", "data", "settings")
+"""What a report says about itself beside its runs, in reading order."""
+
 DEFINITIONS = {
     "tokens per target call": (
         "decode_tokens / target_calls: tokens per forward pass of the target and sequence, "
@@ -74,7 +77,7 @@ def render(
     """Write every file of a report.
 
     Args:
-        report: `target`, `head`, `data`, `settings` (JSON values, shown as they are) and `runs`, a
+        report: `SECTIONS` (JSON values, shown as they are) and `runs`, a
             list of entries as `acceptance.RunResult.to_json` gives them.
         metrics: rows of the training run's `metrics.jsonl`, oldest first; may be empty. Read are
             `kind`, `step`, `loss` and, of validations, `agreement` per step and `acceptance` in the
@@ -124,20 +127,20 @@ def figures(runs: Sequence[Run], metrics: Sequence[dict[str, Any]]) -> dict[str,
 def to_markdown(report: dict[str, Any], images: Sequence[str]) -> str:
     """The report as Markdown; figures are linked by the file names beside it."""
     blocks = ["# Acceptance report", "\n".join(f"- {line}" for line in verdicts(report["runs"]))]
-    blocks.append(_markdown_table(*table(report["runs"])))
+    blocks.append(markdown_table(*table(report["runs"])))
     blocks += [f"![{name.replace('_', ' ')}]({name}.png)" for name in images]
-    blocks += ["## Counts and seconds", _markdown_table(*counts(report["runs"]))]
+    blocks += ["## Counts and seconds", markdown_table(*counts(report["runs"]))]
     header, rows = differences(report["runs"])
     if rows:
-        blocks += ["## First differences from plain decoding", _markdown_table(header, rows)]
+        blocks += ["## First differences from plain decoding", markdown_table(header, rows)]
     blocks += [
         "## Definitions",
         "\n".join(f"- **{name}**: {text}" for name, text in DEFINITIONS.items()),
     ]
     blocks.append("## What was measured")
-    for section in ("target", "head", "data", "settings"):
+    for section in SECTIONS:
         if report.get(section):
-            blocks.append(_markdown_table([section, "value"], _flatten(report[section])))
+            blocks.append(markdown_table([section, "value"], _flatten(report[section])))
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -167,7 +170,7 @@ def to_html(report: dict[str, Any], images: dict[str, bytes]) -> str:
         for name, text in DEFINITIONS.items()
     )
     body += ["<h2>Definitions</h2>", f"<dl>{terms}</dl>", "<h2>What was measured</h2>"]
-    for section in ("target", "head", "data", "settings"):
+    for section in SECTIONS:
         if report.get(section):
             body.append(_html_table([section, "value"], _flatten(report[section])))
     return _PAGE.replace("{body}", "\n".join(body))
@@ -195,7 +198,7 @@ def _flatten(value: Any, prefix: str = "") -> list[list[str]]:
     return [[prefix, text]]
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     def line(cells: list[str]) -> str:
         return (
             "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.accept import draw
 from .config import SamplingParams
+from .sequence import Sequence
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -30,6 +32,23 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         kept = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
         probs = kept / kept.sum(-1, keepdim=True)
     return probs
+
+
+def draft_token(sequence: Sequence, logits: Tensor, best: int | Tensor, law: list[Tensor]) -> int:
+    """One draft from a row of a drafter's logits: drawn as the request asks for, with its law
+    noted, or its likeliest where the request is greedy or coupled.
+
+    Args:
+        logits: [Vd]. best: their argmax. law: the distributions [Vd] of the chain so far; grows by
+            one where the draft is drawn.
+    Returns:
+        an index into the draft vocabulary.
+    """
+    if not sequence.params.draws_drafts:
+        return int(best)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    law.append(probabilities(wide[None], sequence.params)[0])
+    return draw(law[-1], sequence.uniforms(1)[0])
 
 
 def check_finite(logits: Tensor, place: str) -> None:

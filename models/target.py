@@ -82,6 +82,16 @@ def has_tokenizer(folder: Path | str) -> bool:
     return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
 
+def tokenizer_hash(folder: Path | str) -> str:
+    """Content hash of a folder's tokenizer files (hex, 16 digits)."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = Path(folder) / name
+        if path.exists():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def fingerprint(folder: Path | str) -> dict[str, str]:
     """Content hashes that identify a target: `config`, `tokenizer`, `chat_template`, `weights`
     (hex, 16 digits).
@@ -94,14 +104,10 @@ def fingerprint(folder: Path | str) -> dict[str, str]:
     config = read_json(folder / "config.json")
     for volatile in ("transformers_version", "dtype", "torch_dtype", "_name_or_path"):
         config.pop(volatile, None)
-    tokenizer = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).exists():
-            tokenizer.update((folder / name).read_bytes())
     weights = {path.name: sha256_file(path) for path in sorted(set(tensor_files(folder).values()))}
     return {
         "config": content_hash(config)[:16],
-        "tokenizer": tokenizer.hexdigest()[:16],
+        "tokenizer": tokenizer_hash(folder),
         "chat_template": content_hash(template)[:16],
         "weights": content_hash(weights)[:16],
     }

@@ -3,6 +3,7 @@ by name."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..conf.schema import Config
 from ..data.prompts import load_prompts
 from ..inference.acceptance import PromptSet
+from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
 from ..models.heads import HEADS, Head, LoadedHead, build_head
@@ -39,22 +41,37 @@ def prompt_set(
     )
 
 
-def drafter(name: str, loaded: LoadedHead | None, target: Target) -> Drafter | None:
+def drafter(
+    name: str, loaded: LoadedHead | None, target: Target, lm: DraftLM | None = None
+) -> Drafter | None:
     """A fresh drafter by its name in the settings; None decodes plainly.
 
     Args:
         loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
-            rebuilds.
+            rebuilds. lm: what `draft-lm` drafts with.
     """
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
+    if name == "draft-lm":
+        assert lm is not None
+        return DraftLMDrafter(lm)
     assert loaded is not None
     if name == "untrained":
         return HeadDrafter(untrained(loaded, target), loaded.draft_ids, name)
     require_kind(loaded, [name])
     return HeadDrafter(loaded.head, loaded.draft_ids)
+
+
+def draft_model(config: Config, names: Iterable[str]) -> Target | None:
+    """The language model that `draft-lm` drafts with, where that is among the drafters asked for;
+    still to be paired with a target."""
+    if "draft-lm" in names:
+        return Target.load(config.draft_lm.model())
+    if config.draft_lm.source is not None:
+        warnings.warn("draft_lm.source is not used: no drafter asked for is draft-lm", stacklevel=2)
+    return None
 
 
 def is_head(name: str) -> bool:

@@ -13,6 +13,7 @@ DRAFTSMITH_TRACEBACK=1 shows a traceback for 2, too.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -113,6 +114,8 @@ class Verb:
         defaults: overrides that stand before the user's, unless the user sets the same key.
         flags: short ways to write an override, e.g. {"--show": "prepare.show"}: `--show 3` and
             `--show=3` are `prepare.show=3`; without dashes, `cache=PLACE` is `doctor.cache=PLACE`.
+        listed: a list of the configuration that bare words fill: `compare a b` is
+            `compare compare.runs=[a,b]`; empty where a verb takes none.
     """
 
     name: str
@@ -124,6 +127,7 @@ class Verb:
     kept: str
     defaults: tuple[str, ...] = ()
     flags: Mapping[str, str] = field(default_factory=dict)
+    listed: str = ""
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line (`sys.argv` when none is given) and return its exit code."""
@@ -185,16 +189,32 @@ class Verb:
             words.append(f"{self.flags[name]}={value}")
         return words
 
+    def _with_list(self, words: list[str]) -> list[str]:
+        """Overrides, with bare words, or the one value where a list belongs, as `listed`."""
+        if not self.listed:
+            return words
+        prefix = f"{self.listed}="
+        one = [word for word in words if word.startswith(prefix) and "[" not in word]
+        bare = [word for word in words if "=" not in word and word[0] != "~"]
+        values = [*bare, *(word.removeprefix(prefix) for word in one)]
+        if not values:
+            return words
+        if any(word.startswith(prefix) and word not in one for word in words):
+            raise ValueError(f"give either words ({', '.join(values)}) or {prefix}[…], not both")
+        quoted = ",".join(json.dumps(value, ensure_ascii=False) for value in values)
+        return [*(word for word in words if word not in (*bare, *one)), f"{prefix}[{quoted}]"]
+
     def _run(self, given: list[str], console: Console) -> int:
         _check_launcher(os.environ)
         flags = get_args_parser().parse_intermixed_args(given)
         if flags.help:
             console.print(self.help(), highlight=False, markup=False)
             return 0
-        typed = {word.split("=")[0].lstrip("+") for word in flags.overrides}
+        words = self._with_list(flags.overrides)
+        typed = {word.split("=")[0].lstrip("+") for word in words}
         overrides = [
             *(word for word in self.defaults if word.split("=")[0] not in typed),
-            *flags.overrides,
+            *words,
         ]
         parsed = check(overrides, flags.config_dir)
         if not flags.multirun:

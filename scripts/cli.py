@@ -16,6 +16,7 @@ VERBS = {
     "combine": "several caches, or a part of one, read as one; no state is copied",
     "train": "cache -> head, with its acceptance measured in the engine while training",
     "evaluate": "head + prompts -> acceptance report (JSON, Markdown, HTML, plots)",
+    "compare": "runs -> one table of what differs, acceptance with intervals, curves",
     "export": "native head -> another layout, re-imported and compared by logits",
     "import": "another layout -> native head",
     "generate": "chat with the target, plain or with a head",

@@ -17,6 +17,7 @@ from ..data.rows import Rows
 from ..data.store import Store
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
+from ..inference.draft_lm import DraftLM
 from ..inference.plots import unconditional
 from ..inference.report import render
 from ..inference.tables import verdicts
@@ -25,7 +26,7 @@ from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
 from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
-from .acceptance import drafter, is_head, prompt_set, require_kind
+from .acceptance import draft_model, drafter, is_head, prompt_set, require_kind
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
@@ -48,17 +49,22 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
     # A head may be listed as `head` and by its kind; it is measured once.
     listed = ("head" if is_head(name) else name for name in settings.drafters)
     names = tuple(dict.fromkeys(("none", *listed)))
+    model = draft_model(config, names)
     runs, target, loaded = _pass(
-        config, config.target.dtype, names, settings.temperatures, invocation
+        config, config.target.dtype, names, settings.temperatures, model, invocation
     )
-    about = {"target": _about_target(target, config), "head": _about_head(loaded, config)}
+    about = {
+        "target": _about_target(target, config),
+        "head": _about_head(loaded, config),
+        "draft_lm": _about_draft_lm(model, config),
+    }
     if settings.proof is not None:
         del target, loaded
         batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
         once = dataclasses.replace(settings, draft_tokens=())
         proof = dataclasses.replace(config, engine=batched, evaluate=once)
-        compared = tuple(name for name in names if name in ("none", "head"))
-        runs += _pass(proof, settings.proof, compared, (0.0,), invocation)[0]
+        compared = tuple(name for name in names if name in ("none", "head", "draft-lm"))
+        runs += _pass(proof, settings.proof, compared, (0.0,), model, invocation)[0]
     report = {
         **about,
         "data": _about_data(artifacts),
@@ -77,12 +83,14 @@ def _pass(
     dtype: str,
     drafters: tuple[str, ...],
     temperatures: tuple[float, ...],
+    model: Target | None,
     invocation: Invocation,
 ) -> tuple[list[dict[str, Any]], Target, LoadedHead | None]:
     """Every drafter on every prompt set and temperature, the target in one dtype."""
     settings, runs = config.evaluate, []
     target = Target.load(dataclasses.replace(config.target, dtype=dtype))
     loaded = _head(config, target)
+    lm = DraftLM.paired(model, target) if model else None
     tokenizer = load_tokenizer(target.folder)
     for name in settings.prompts:
         prompts = prompt_set(name, settings.limit, config, tokenizer)
@@ -92,7 +100,7 @@ def _pass(
                 temperature=temperature,
                 seed=settings.seed,
             )
-            runs += _measured(target, loaded, drafters, prompts, params, config, invocation)
+            runs += _measured(target, loaded, lm, drafters, prompts, params, config, invocation)
     return runs, target, loaded
 
 
@@ -107,11 +115,14 @@ def key(config: Config) -> str:
     prompts = {name: sha256_file(path) for name, path in files.items() if path.is_file()}
     if "heldout" in settings.prompts:
         prompts["heldout"] = Rows.open(artifacts.rows, "heldout").key
+    models = {"target": dataclasses.asdict(config.target)}
+    if "draft-lm" in config.evaluate.drafters:
+        models["draft_lm"] = dataclasses.asdict(config.draft_lm)
     return content_hash(
         {
             "head": head,
             **_settings(config),
-            "target": dataclasses.asdict(config.target),
+            **models,
             "fingerprint": fingerprint(prepare_folder(config.target)),
             "prompts": prompts,
             "template_kwargs": config.data.rows.template_kwargs,
@@ -183,6 +194,7 @@ def _row(run: dict[str, Any]) -> list[str]:
 def _measured(
     target: Target,
     loaded: LoadedHead | None,
+    lm: DraftLM | None,
     drafters: tuple[str, ...],
     prompts: PromptSet,
     params: SamplingParams,
@@ -197,10 +209,10 @@ def _measured(
     chains = [
         (drafting, count)
         for drafting in drafters
-        for count in (swept if drafting == "head" else (config.engine.draft_tokens,))
+        for count in (swept if drafting in ("head", "draft-lm") else (config.engine.draft_tokens,))
     ]
     for name, count in chains:
-        drafting = drafter(name, loaded, target)
+        drafting = drafter(name, loaded, target, lm)
         label = drafting.name if drafting else name
         what = (
             f"{prompts.name}, {label}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
@@ -255,6 +267,20 @@ def _about_head(loaded: LoadedHead | None, config: Config) -> dict[str, Any]:
     return {"folder": folder.as_posix(), "parameters": parameters, **about}
 
 
+def _about_draft_lm(model: Target | None, config: Config) -> dict[str, Any]:
+    if model is None:
+        return {}
+    return {
+        "source": config.draft_lm.source,
+        "family": str(model.config.model_type),
+        "layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "vocabulary": model.vocab_size,
+        "dtype": str(model.dtype)[6:],
+        "fingerprint": dict(model.fingerprint),
+    }
+
+
 def _about_data(artifacts: Artifacts) -> dict[str, Any]:
     about: dict[str, Any] = {}
     if (artifacts.learned / "ledger.json").exists():
@@ -291,11 +317,11 @@ VERB = Verb(
     name="evaluate",
     task=run,
     reads=(
-        "a head (WORK/train/head), the target, WORK/rows for held-out prompts, "
-        "WORK/train/metrics.jsonl"
+        "a head (WORK/train/head), the target, the language model of draft_lm.source, WORK/rows "
+        "for held-out prompts, WORK/train/metrics.jsonl"
     ),
     writes="WORK/report.json, report.md, report.html, *.png, provenance.json",
-    sections=("work", "inputs", "data.answers", "evaluate", "engine", "target.dtype"),
+    sections=("work", "inputs", "data.answers", "evaluate", "engine", "draft_lm", "target.dtype"),
     examples=(
         "draftsmith evaluate",
         "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",

@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from ..conf.schema import Config
 from ..data.render import Renderer
 from ..inference.config import SamplingParams
+from ..inference.draft_lm import DraftLM
+from ..inference.drafters import Drafter
 from ..inference.engine import Engine
 from ..inference.sequence import Sequence
 from ..models.heads import load_head
 from ..models.target import Target, load_tokenizer
-from .acceptance import drafter, is_head
+from .acceptance import draft_model, drafter, is_head
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
@@ -23,9 +25,11 @@ from .artifacts import Artifacts
 def run(config: Config, invocation: Invocation) -> None:
     """Answer one prompt, or question after question until an empty line."""
     settings = config.generate
+    model = draft_model(config, [settings.drafter])
     target = Target.load(config.target)
     tokenizer = load_tokenizer(target.folder)
-    engine = Engine(target, config.engine, _drafter(config, target, invocation))
+    lm = DraftLM.paired(model, target) if model else None
+    engine = Engine(target, config.engine, _drafter(config, target, lm, invocation))
     messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     questions = iter([settings.prompt] if settings.prompt is not None else _asked())
     for question in questions:
@@ -38,12 +42,14 @@ def run(config: Config, invocation: Invocation) -> None:
         )
 
 
-def _drafter(config: Config, target: Target, invocation: Invocation):
+def _drafter(
+    config: Config, target: Target, lm: DraftLM | None, invocation: Invocation
+) -> Drafter | None:
     """The drafter asked for. Without `generate.head`, a run that has no head yet decodes
     plainly."""
     name = config.generate.drafter
     if not is_head(name):
-        return drafter(name, None, target)
+        return drafter(name, None, target, lm)
     artifacts = Artifacts.of(config)
     if config.generate.head is None and not (artifacts.head / "config.json").exists():
         invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")
@@ -116,13 +122,17 @@ def _text(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> str:
 VERB = Verb(
     name="generate",
     task=run,
-    reads="the target and, unless generate.drafter says otherwise, a head (WORK/train/head)",
+    reads=(
+        "the target and, unless generate.drafter says otherwise, a head (WORK/train/head), or the "
+        "language model of draft_lm.source"
+    ),
     writes="nothing; it prints the answer and the tokens of each step",
-    sections=("work", "generate", "engine.draft_tokens", "target.dtype"),
+    sections=("work", "generate", "draft_lm", "engine.draft_tokens", "target.dtype"),
     examples=(
         "draftsmith generate experiment=demo",
         "draftsmith generate experiment=demo 'generate.prompt=\"Write a haiku about rivers.\"'",
         "draftsmith generate generate.drafter=none generate.temperature=0.7",
+        "draftsmith generate generate.drafter=draft-lm draft_lm.source=a/small/model",
     ),
     kept="nothing is written",
 )

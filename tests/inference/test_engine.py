@@ -14,6 +14,7 @@ from drafting import Script, ScriptedDrafter
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.config import EngineConfig, SamplingParams
+from draftsmith.inference.draft_lm import DraftLM, DraftLMDrafter
 from draftsmith.inference.drafters import NgramDrafter
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.head_drafter import HeadDrafter
@@ -242,7 +243,13 @@ def test_coupled_requests_say_what_plain_decoding_draws(target, head: Head, draf
 
 @pytest.mark.parametrize(
     ("drafter", "temperature"),
-    [("ngram", 1.0), *((name, 1.0) for name in TINY_HEADS), ("reduced mtp", 0.6)],
+    [
+        ("ngram", 1.0),
+        *((name, 1.0) for name in TINY_HEADS),
+        ("reduced mtp", 0.6),
+        ("draft-lm", 0.7),
+        ("narrow draft-lm", 1.0),
+    ],
 )
 def test_sampled_output_has_the_targets_law(
     tiny_llama_folder: Callable[..., Path], drafter: str, temperature: float
@@ -251,7 +258,10 @@ def test_sampled_output_has_the_targets_law(
     125 texts."""
     target = tiny_target(tiny_llama_folder)
     drafting = NgramDrafter()
-    if drafter != "ngram":
+    if "draft-lm" in drafter:
+        model = tiny_target(tiny_llama_folder, seed=6)
+        drafting = DraftLMDrafter(DraftLM(model, 3 if "narrow" in drafter else 5))
+    elif drafter != "ngram":
         chosen, ids = TINY_HEADS[drafter]
         head = build_head(chosen, target.folder, 1.0, draft_ids=ids)
         drafting = HeadDrafter(head.double(), ids)
@@ -279,10 +289,10 @@ def test_sampled_output_has_the_targets_law(
     assert engine.metrics.num_accepted_tokens > 0
 
 
-def tiny_target(make: Callable[..., Path]) -> Target:
+def tiny_target(make: Callable[..., Path], seed: int = 0) -> Target:
     """A target with five tokens and one layer."""
     tiny = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
-    folder = make(vocab_size=5, bos_token_id=None, eos_token_id=None, **tiny)
+    folder = make(vocab_size=5, bos_token_id=None, eos_token_id=None, seed=seed, **tiny)
     return Target.load(TargetConfig(source=str(folder), dtype="float64", device="cpu"))
 
 
