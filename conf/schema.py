@@ -21,6 +21,7 @@ from ..inference.draft_lm import DraftLMConfig
 from ..models.heads import HEADS, HeadConfig
 from ..models.target import DTYPES, TargetConfig
 from ..train.config import TrainConfig
+from ..train.forecast import PlanConfig
 from ..train.tracker import TrackerConfig
 
 
@@ -288,6 +289,7 @@ class Config:
     import_head: ImportConfig = field(default_factory=ImportConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         if not self.work:

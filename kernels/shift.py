@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-def row_ends(starts: Tensor) -> Tensor:
+def row_ends(starts: Tensor, num_tokens: int | None = None) -> Tensor:
     """The exclusive end of the row that holds each position.
 
     Args:
-        starts: [R+1] int, ascending, starts[0] = 0.
+        starts: [R+1] int, ascending, starts[0] = 0. num_tokens: starts[-1] where it is known
+            without asking the device.
     Returns:
         [N] int64 with N = starts[-1].
     """
     borders = starts.long()
-    return torch.repeat_interleave(borders[1:], borders.diff())
+    return torch.repeat_interleave(borders[1:], borders.diff(), output_size=num_tokens)
 
 
 def shift_tokens(tokens: Tensor, starts: Tensor, offset: int, fill: int = 0) -> Tensor:
@@ -51,7 +52,7 @@ def shift_tokens(tokens: Tensor, starts: Tensor, offset: int, fill: int = 0) -> 
     if offset < 0:
         raise ValueError(f"offset {offset}: a head looks ahead, never back; pass offset >= 0")
     source = torch.arange(tokens.shape[0], device=tokens.device) + offset
-    inside = source < row_ends(starts.to(tokens.device))
+    inside = source < row_ends(starts.to(tokens.device), tokens.shape[0])
     picked = tokens[source.clamp(max=max(tokens.shape[0] - 1, 0))]
     return torch.where(inside, picked, torch.full_like(picked, fill))
 

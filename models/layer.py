@@ -18,10 +18,12 @@ from .norm import use_own_norms
 
 
 def one_layer_model(config: Any) -> Any:
-    """The base model (`LlamaModel`, …) of this family with one layer, on the meta device, attention
-    registered."""
+    """The base model (`LlamaModel`, …) of this family with one layer of the last one's kind, on the
+    meta device, attention registered."""
     attention.register()
     small = copy.deepcopy(config)
+    if getattr(small, "first_k_dense_replace", None):  # DeepSeek: experts from that layer on
+        small.first_k_dense_replace = int(small.first_k_dense_replace >= small.num_hidden_layers)
     small.num_hidden_layers = 1
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[-1:]
@@ -33,14 +35,16 @@ def one_layer_model(config: Any) -> Any:
 
 
 def decoder_layer(config: Any, index: int = 0) -> tuple[Any, nn.Module]:
-    """A randomly initialised decoder layer in float32 on the CPU, and its rotary module.
+    """A randomly initialised decoder layer in float32 on the CPU, and its rotary module; under
+    `torch.device("meta")` the same without data.
 
     `index` is how the attention context knows it. The layer calls our attention; its norms are
     `models.norm.RMSNorm`. The rotary module is built anew from the configuration, since its buffers
     are not in any checkpoint.
     """
     model = one_layer_model(config)
-    layer = model.layers[0].to_empty(device="cpu").float()
+    device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+    layer = model.layers[0].to_empty(device=device).float()
     layer.self_attn.layer_idx = index
     use_own_norms(layer)
     spread = float(getattr(config, "initializer_range", 0.02))
@@ -66,6 +70,7 @@ def widen(layer: Any) -> None:
         ValueError: the family's attention has no such projections.
     """
     attention_module = layer.self_attn
+    spread = float(getattr(attention_module.config, "initializer_range", 0.02))
     for name in ("q_proj", "k_proj", "v_proj"):
         old = getattr(attention_module, name, None)
         if not isinstance(old, nn.Linear):
@@ -74,7 +79,7 @@ def widen(layer: Any) -> None:
                 "2H needs q, k and v projections"
             )
         new = nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None)
-        nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
+        nn.init.normal_(new.weight, std=spread)
         if new.bias is not None:
             nn.init.zeros_(new.bias)
         setattr(attention_module, name, new)

@@ -7,7 +7,7 @@ entering layer k, and L (the number of layers) the output of the last layer *bef
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ class TargetConfig:
     layers: str = "auto"
     """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven
     equal."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
+    and `of`, the source that they describe. Nothing else reads it."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -66,6 +66,11 @@ class Artifacts:
         return self.train / "run.json"
 
     @property
+    def plan(self) -> Path:
+        """The forecast of `plan`."""
+        return self.work / "plan.json"
+
+    @property
     def head(self) -> Path:
         """The native head folder that training ends with."""
         return self.train / "head"

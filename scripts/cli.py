@@ -21,6 +21,7 @@ VERBS = {
     "import": "another layout -> native head",
     "generate": "chat with the target, plain or with a head",
     "doctor": "checks a cache for the classic faults and says which one it has",
+    "plan": "memory, disk and time of a run, forecast from its configuration alone",
     "demo": "all of it on a small real model, on a CPU, in minutes",
 }
 """Every verb in the order of the way, and what it does."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import resource
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from ..models.target import (
 )
 from ..models.trunk import Trunk
 from ..train.loop import Trainer
-from ..train.ranks import barrier, rank, set_apart, start
+from ..train.ranks import barrier, largest_over_ranks, rank, set_apart, start
 from ..train.tracker import Tracker
 from ..train.validation import Validator, summary
 from .app import Invocation, Verb
@@ -113,8 +116,10 @@ def train(config: Config, invocation: Invocation) -> None:
         barrier()
         if not _finished(artifacts, identity, config):
             step = _train(config, invocation, folder, marks, rows, feed)
+            measured = _measured(artifacts, device)
             if rank() == 0:
-                atomic_write_json(artifacts.run, {"identity": identity, "finished": step})
+                record = {"identity": identity, "finished": step, "measured": measured}
+                atomic_write_json(artifacts.run, record)
             barrier()
 
 
@@ -214,6 +219,25 @@ def _train(
         draw_curves(artifacts)
         write_provenance(artifacts.train, invocation.resolved)
     return result.step
+
+
+def _measured(artifacts: Artifacts, device: torch.device) -> dict[str, float | None]:
+    """What `plan` shows beside its forecast: the most memory that any rank has held since it
+    started (of its GPU, or of the process on a CPU), and the median of the logged tokens per second
+    of all ranks; None where no step was logged. All ranks must call it."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    most = largest_over_ranks(torch.tensor(float(peak), dtype=torch.float64, device=device))
+    rates = []
+    if rank() == 0:
+        lines = [json.loads(line) for line in artifacts.metrics.read_text().splitlines()]
+        rates = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
+    return {
+        "peak_memory_bytes": float(most),
+        "tokens_per_second": statistics.median(rates) if rates else None,
+    }
 
 
 def _identity(config: Config, feed: Feed) -> dict[str, Any]:

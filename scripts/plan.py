@@ -1,0 +1,411 @@
+"""`draftsmith plan`: what a run will need, before anything is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from ..conf.schema import Config
+from ..data.rows import Rows
+from ..data.store import Store
+from ..models.files import atomic_write_json, read_json
+from ..models.heads import HeadConfig, head_class, training_boundaries
+from ..models.shape import TargetShape
+from ..models.target import torch_dtype
+from ..train import forecast as facts
+from ..train.config import TrainConfig
+from ..train.forecast import CARDS, CPU_MFU, GB, Memory
+from ..train.trace import Step, trace_step
+from .app import Invocation, Verb
+from .artifacts import Artifacts
+
+_SHAREGPT = 25_233_764  # tokens, docs/results.md
+_LAYER_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as the forecast takes it: bytes, operations a second, share of them that is
+    reached, and in words where these come from."""
+
+    name: str
+    gpu: bool
+    memory: float
+    flops: float
+    mfu: float
+    told: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Everything `plan` says.
+
+    Attributes:
+        memory: by command; `validate` where the engine runs in training. budget: bytes that a rank
+            may hold. disk: bytes by what. seconds: by command. facts: sizes and assumptions.
+        too_much: commands whose memory passes the budget. remedies: settings that would fit.
+    """
+
+    device: Device
+    memory: dict[str, Memory]
+    budget: float
+    disk: dict[str, int]
+    free: int | None
+    seconds: dict[str, float]
+    facts: dict[str, Any]
+    too_much: tuple[str, ...]
+    remedies: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        memory = {
+            name: {"moment": found.moment, "total": found.total, "parts": found.parts}
+            for name, found in self.memory.items()
+        }
+        return {"kind": "forecast", **dataclasses.asdict(self), "memory": memory}
+
+
+def run(config: Config, invocation: Invocation) -> None:
+    """Forecast, print, write WORK/plan.json.
+
+    Raises:
+        ValueError: a command's memory passes that of a device; names it and what would fit.
+    """
+    found = forecast(config)
+    artifacts = Artifacts.of(config)
+    measured = None
+    if artifacts.run.exists():
+        measured = read_json(artifacts.run).get("measured")
+    for table in _tables(found, measured):
+        invocation.console.print(table)
+        invocation.say("")
+    artifacts.work.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(artifacts.plan, found.to_json() | {"measured": measured})
+    invocation.wrote(forecast=artifacts.plan)
+    if found.free is not None and found.disk.get("cache", 0) > found.free:
+        invocation.say(
+            f"[yellow]the cache is forecast at {found.disk['cache'] / GB:.1f} GB, the disk has "
+            f"{found.free / GB:.1f} GB free[/]; {_smaller_cache(found, config)}"
+        )
+    if found.too_much:
+        needs = ", ".join(
+            f"{name} {found.memory[name].total / GB:.1f} GB" for name in found.too_much
+        )
+        remedy = "; ".join(found.remedies) or "a device with more memory"
+        raise ValueError(
+            f"forecast: {needs} of {found.budget / GB:.1f} GB that a rank on {found.device.name} "
+            f"may hold ({1 - config.plan.headroom:.0%} of its memory). What would fit: {remedy}"
+        )
+
+
+def forecast(config: Config) -> Forecast:
+    """The whole forecast of a configuration; reads no weight and computes nothing but shapes.
+
+    Raises:
+        ValueError: the target's shape is not known, or the head does not fit it.
+    """
+    shape = TargetShape.of(config.target)
+    device = _device(config)
+    tokens, row_tokens, heldout = _rows(config)
+    train, plan = config.train, config.plan
+    online = config.data.source == "online"
+    read = training_boundaries(config.head, shape.num_layers)
+    kept = config.data.dump.boundaries or read
+    itemsize = torch_dtype(config.target.dtype).itemsize
+    layer = trace_step(
+        HeadConfig(),
+        shape.config,
+        TrainConfig(steps=1, tokens_per_batch=_LAYER_TOKENS, precision="fp32"),
+        row_tokens=_LAYER_TOKENS,
+    )
+    step = trace_step(config.head, shape.config, train, row_tokens=row_tokens)
+
+    def of_training(settings: TrainConfig, step: Step) -> Memory:
+        memory = facts.training_memory(
+            settings,
+            shape,
+            step,
+            ranks=plan.gpus,
+            gpu=device.gpu,
+            boundaries=len(read if online else kept),
+            heldout=heldout,
+        )
+        if not online or config.data.online.target_ranks:
+            return memory
+        target = facts.target_memory(shape, itemsize, gpu=device.gpu)
+        return Memory(memory.moment, memory.parts | target)
+
+    budget = device.memory * (1 - plan.headroom)
+    memory: dict[str, Memory] = {}
+    if not online or config.data.online.target_ranks:
+        memory["dump"] = facts.dump_memory(
+            shape,
+            layer,
+            itemsize,
+            boundaries=len(kept),
+            tokens_per_batch=config.data.dump.tokens_per_batch,
+            layer_tokens=_LAYER_TOKENS,
+            shard_bytes=min(tokens, config.data.dump.shard_tokens)
+            * facts.cache_bytes(shape, len(kept), 1)[config.data.dump.dtype],
+            gpu=device.gpu,
+        )
+    memory["train"] = of_training(train, step)
+    if config.validate.engine and train.validate_every and heldout:
+        memory["validate"] = facts.validation_memory(
+            shape,
+            config.engine,
+            step,
+            memory["train"],
+            itemsize,
+            layers=1 if head_class(config.head.kind).kind != "medusa" else 0,
+            key_width=layer.key_width,
+            gpu=device.gpu,
+        )
+    too_much = tuple(name for name, found in memory.items() if found.total > budget)
+    remedies = []
+    if "train" in too_much:
+        remedies += _remedies(config, shape, step, row_tokens, budget, of_training)
+    if "validate" in too_much:
+        remedies.append("validate.engine=false")
+    if "dump" in too_much:
+        remedies.append(
+            "for dump, a device that holds the whole target (none is split over several)"
+        )
+    dump_rate = plan.dump_rate or device.flops * device.mfu / facts.dump_flops(
+        shape, layer.query_width, row_tokens
+    )
+    work = facts.train_flops(train, shape, step, plan.supervised)
+    own = train.max_steps * train.accumulation * train.tokens_per_batch
+    train_seconds = own / plan.train_rate if plan.train_rate else work / (device.flops * device.mfu)
+    caches = facts.cache_bytes(shape, len(kept), tokens + heldout)
+    whole = 4 * step.parameters
+    disk = {} if online else {"cache": caches[config.data.dump.dtype]}
+    disk |= {
+        **({} if online else {f"cache as {name}": size for name, size in caches.items()}),
+        "checkpoints": 3 * whole * (train.keep_checkpoints + 1),
+        "head": whole,
+    }
+    seconds = {"train": train_seconds}
+    if not online:
+        seconds = {"dump": (tokens + heldout) / dump_rate / plan.gpus, **seconds}
+    return Forecast(
+        device=device,
+        memory=memory,
+        budget=budget,
+        disk=disk,
+        free=None if online else Store(Artifacts.of(config).cache).free_bytes(),
+        seconds=seconds,
+        facts={
+            "target": config.target.source,
+            "shape": shape.where,
+            "target_parameters": shape.parameters,
+            "head": config.head.kind,
+            "head_parameters": step.parameters,
+            "gpus": plan.gpus,
+            "boundaries": len(kept),
+            "tokens": tokens,
+            "row_tokens": row_tokens,
+            "supervised": plan.supervised,
+            "tokens_per_step": train.tokens_per_batch * train.accumulation * plan.gpus,
+            "epochs": own * plan.gpus / tokens,
+            "train_flops": work,
+            "train_tokens_per_second": own / train_seconds,
+            "dump_tokens_per_second": dump_rate,
+        },
+        too_much=too_much,
+        remedies=tuple(remedies),
+    )
+
+
+def _remedies(
+    config: Config,
+    shape: TargetShape,
+    step: Step,
+    row_tokens: int,
+    budget: float,
+    memory: Any,
+) -> list[str]:
+    """Settings of training that would fit: each alone, and where none does, stage 3 with shorter
+    batches."""
+    train = config.train
+
+    def fits(**changes: Any) -> bool:
+        changed = dataclasses.replace(train, **changes)
+        traced = step
+        if {"tokens_per_batch", "draft_vocab_size"} & set(changes):
+            traced = trace_step(config.head, shape.config, changed, row_tokens=row_tokens)
+        return memory(changed, traced).total <= budget
+
+    def shorter(**changes: Any) -> str | None:
+        tokens = train.tokens_per_batch // 2
+        while tokens >= 512:
+            more = train.accumulation * train.tokens_per_batch // tokens
+            if fits(tokens_per_batch=tokens, accumulation=more, **changes):
+                return f"train.tokens_per_batch={tokens} train.accumulation={more}"
+            tokens //= 2
+        return None
+
+    found = []
+    stages = range(train.zero_stage + 1, 4) if config.plan.gpus > 1 else ()
+    for stage in stages:
+        if fits(zero_stage=stage):
+            found.append(f"train.zero_stage={stage}")
+            break
+    if words := shorter():
+        found.append(words)
+    if (train.draft_vocab_size or shape.vocab_size) > 32768 and fits(draft_vocab_size=32768):
+        found.append("train.draft_vocab_size=32768")
+    if not found and stages and (words := shorter(zero_stage=3)):
+        found.append(f"train.zero_stage=3 {words}")
+    return found
+
+
+def _smaller_cache(found: Forecast, config: Config) -> str:
+    assert found.free is not None
+    if found.disk["cache as fp8"] <= found.free and config.data.dump.dtype == "bf16":
+        return "data.dump.dtype=fp8 would fit"
+    share = found.free / found.disk["cache"]
+    return f"data.dump.max_tokens={int(found.facts['tokens'] * share * 0.95)} would fit"
+
+
+def _rows(config: Config) -> tuple[int, int, int]:
+    """Tokens of the training rows, of one row, and of all held-out rows."""
+    plan, dump = config.plan, config.data.dump
+    limit = min(config.data.rows.max_length or 2048, config.train.tokens_per_batch, 2048)
+    folder = Artifacts.of(config).learned
+    if (folder / "manifest.json").exists():
+        rows = Rows.open(folder, verify=False)
+        total, one = int(rows.lengths.sum()), int(rows.lengths.mean())
+        heldout = int(Rows.open(folder, "heldout", verify=False).lengths.sum())
+        total = min(total, dump.max_tokens or total)
+    else:
+        total, one = dump.max_tokens or _SHAREGPT, limit
+        heldout = config.data.rows.holdout * limit
+    return plan.tokens or total, plan.row_tokens or one, heldout
+
+
+def _device(config: Config) -> Device:
+    plan = config.plan
+    name = plan.device
+    if name == "auto":
+        name = "cpu"
+        if torch.cuda.is_available():
+            words = torch.cuda.get_device_name().lower()
+            name = next((card for card in CARDS if card in words), "cuda")
+    if name == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / plan.gpus
+        flops, mfu = plan.flops or _cpu_flops(config.train.precision), CPU_MFU
+        told, label = "speed of a matrix product, measured now", "this CPU"
+    elif name == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+        if plan.flops is None:
+            raise ValueError(
+                f"plan.device=auto: the peak of {torch.cuda.get_device_name()} is not known; give "
+                "plan.flops=…, or plan.device=h100"
+            )
+        flops, mfu, told, label = plan.flops, 0.3, "as given", torch.cuda.get_device_name()
+    else:
+        card = CARDS[name]
+        memory, flops, mfu, label = card.memory, plan.flops or card.flops, card.mfu, card.name
+        told = "the card's data sheet"
+    memory = plan.device_memory * GB if plan.device_memory else memory
+    return Device(label, name != "cpu", memory, flops, plan.mfu or mfu, told)
+
+
+def _cpu_flops(precision: str) -> float:
+    """Operations a second of a matrix product of this process, the best of three."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a = torch.ones(1536, 1536, dtype=dtype)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * 1536**3 / best
+
+
+def _tables(found: Forecast, measured: dict[str, Any] | None) -> list[Table]:
+    facts, device = found.facts, found.device
+    head = Table("forecast, not measured", "", box=None, pad_edge=False)
+    head.add_row("target", f"{escape(facts['target'])}, {facts['target_parameters'] / 1e9:.2f} B")
+    head.add_row("its shape from", escape(facts["shape"]))
+    head.add_row("head", f"{facts['head']}, {facts['head_parameters']:,} parameters")
+    head.add_row("devices", f"{facts['gpus']} x {device.name}, {device.memory / GB:.0f} GB")
+    head.add_row("data", f"{facts['tokens']:,} tokens in rows of {facts['row_tokens']:,}")
+    head.add_row(
+        "a step", f"{facts['tokens_per_step']:,} tokens; {facts['epochs']:.1f} epochs in all"
+    )
+    memory = Table("memory of a rank, GB", box=None, pad_edge=False)
+    for name, one in found.memory.items():
+        memory.add_column(f"{name} ({one.moment})", justify="right")
+    names = list(dict.fromkeys(part for one in found.memory.values() for part in one.parts))
+    for part in names:
+        sizes = [one.parts.get(part) for one in found.memory.values()]
+        memory.add_row(part, *("" if size is None else f"{size / GB:.2f}" for size in sizes))
+    totals = []
+    for name, one in found.memory.items():
+        colour = "bold red" if name in found.too_much else "green"
+        totals.append(f"[{colour}]{one.total / GB:.2f}[/]")
+    memory.add_row(f"[bold]of {found.budget / GB:.1f}[/]", *totals)
+    disk = Table("disk", "GB", box=None, pad_edge=False)
+    for name, size in found.disk.items():
+        disk.add_row(name, f"{size / GB:.2f}")
+    spent = Table("time", "", box=None, pad_edge=False)
+    for name, seconds in found.seconds.items():
+        rate = facts[f"{name}_tokens_per_second"]
+        spent.add_row(name, f"{_duration(seconds)}, {rate:,.0f} tokens/s a device")
+    spent.add_row(
+        "assumed",
+        f"{device.mfu:.0%} of {device.flops / 1e12:.3g} T operations/s ({device.told}); no waiting "
+        "for data, no validation",
+    )
+    tables = [head, memory, disk, spent]
+    if measured:
+        told = Table("this run's training", "measured", "forecast", box=None, pad_edge=False)
+        peak, rate = measured["peak_memory_bytes"], measured["tokens_per_second"]
+        largest = max(
+            found.memory[name].total for name in ("train", "validate") if name in found.memory
+        )
+        told.add_row("most memory of a rank, GB", f"{peak / GB:.2f}", f"{largest / GB:.2f}")
+        expected = facts["train_tokens_per_second"] * facts["gpus"]
+        told.add_row("tokens/s of all ranks", f"{rate or 0:,.0f}", f"{expected:,.0f}")
+        tables.append(told)
+    return tables
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+VERB = Verb(
+    name="plan",
+    task=run,
+    reads="the target's config.json (or target.shape), WORK/rows and WORK/train/run.json if there",
+    writes="WORK/plan.json; exit code 2 where a rank would need more memory than it has",
+    sections=("work", "plan", "target", "head", "train", "data.dump", "data.source"),
+    examples=(
+        "draftsmith plan",
+        "draftsmith plan experiment=llama-3.1-8b train=h100x8",
+        "draftsmith plan target=qwen3-8b head=eagle3 plan.device=a100 plan.tokens=100000000",
+    ),
+    kept="nothing was written",
+)
+
+
+def main() -> int:
+    """`python -m draftsmith.scripts.plan`."""
+    return VERB.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
