@@ -102,7 +102,7 @@ class MTPLayout:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(out / _FILE, save(tensors, metadata={"format": "pt"}))
         config = read_json(Path(target_folder) / "config.json")
-        config[self._count(config)] = head.num_modules
+        _text(config)[self._count(config)] = head.num_modules
         atomic_write_json(out / "config.json", config)
         note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
         note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
@@ -120,7 +120,8 @@ class MTPLayout:
                 of a wrong shape; another number of modules than config.json says.
         """
         folder = Path(folder)
-        raw, target_config = read_json(folder / "config.json"), AutoConfig.from_pretrained(folder)
+        raw = read_json(folder / "config.json")
+        target_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         if target_folder is not None:
             compare_shapes(folder, target_config, target_folder)
         files, first, key = tensor_files(folder), self._first(target_config), self._count(raw)
@@ -128,12 +129,13 @@ class MTPLayout:
         if not mine:
             raise ValueError(
                 f"{folder}: no tensor {self._prefix(first)}* ({key} in config.json: "
-                f"{raw.get(key)}); it holds no MTP module in the {self.title} layout"
+                f"{_text(raw).get(key)}); it holds no MTP module in the {self.title} layout"
             )
         count = 1 + max(module for module, _ in mine.values())
-        if raw.get(key, count) != count:
+        said = _text(raw).get(key, count)
+        if said != count:
             raise ValueError(
-                f"{folder}: config.json says {key}={raw[key]}, the files hold {count} MTP modules; "
+                f"{folder}: config.json says {key}={said}, the files hold {count} MTP modules; "
                 "one of them is of another checkpoint"
             )
         note = read_json(folder / _NOTE) if (folder / _NOTE).exists() else {}
@@ -267,6 +269,11 @@ class MTPLayout:
         inside = rest.removeprefix("layer.")
         theirs = self.own[rest] if inside == rest else self.layer + inside
         return self._prefix(first + int(module)) + theirs
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is about text, where a model has several."""
+    return config.get("text_config") or config
 
 
 def _read(files: dict[str, Path], name: str) -> Tensor:

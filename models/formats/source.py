@@ -24,7 +24,7 @@ def own_layout(folder: Path | str) -> MTPLayout | None:
     Plain transformers loading drops them without a word, so the files alone can tell.
     """
     names, kind = tensor_files(Path(folder)), read_json(Path(folder) / "config.json")["model_type"]
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
     return next((one for one in MTP_LAYOUTS if one.belongs(str(kind), names, config)), None)
 
 

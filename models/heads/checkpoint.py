@@ -206,7 +206,7 @@ def compare_shapes(source: Path, trained: Any, target_folder: Path | str) -> Non
     Raises:
         ValueError: they are of another shape; all differing values are told.
     """
-    present = AutoConfig.from_pretrained(target_folder)
+    present = AutoConfig.from_pretrained(target_folder).get_text_config(decoder=True)
     differing = [
         f"{name} {getattr(trained, name, None)!r}, the target {getattr(present, name, None)!r}"
         for name in _SHAPE
