@@ -157,14 +157,16 @@ def test_case_121_the_carried_state_is_normed_or_raw_as_trained(
         head = load_head(kept(first, tmp_path / str(raw), target)).head.double()
         w = {name.removeprefix("blocks.0."): value for name, value in head.state_dict().items()}
         generator = torch.Generator().manual_seed(0)
-        hidden = fed = torch.randn(1, 64, dtype=torch.float64, generator=generator)
+        steps, hidden = [], torch.randn(1, 64, dtype=torch.float64, generator=generator)
+        fed = hidden
         for step in range(3):
             embed = torch.randn(1, 64, dtype=torch.float64, generator=generator)
             out = head(embed, fed, torch.tensor([step]), PackedContext([0, 1]), step)
             x, normed = one_row(w, embed, hidden)
             torch.testing.assert_close(out.drafted, normed, rtol=1e-9, atol=1e-9)
             hidden, fed = (x if raw else normed), out.recycled
-        drafted.append(out.drafted)
+            steps.append(out.drafted)
+        drafted.append(steps[-1])
     assert float((drafted[0] - drafted[1]).detach().abs().max()) > 1e-2
 
 

@@ -160,8 +160,8 @@ def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
 def test_mtp_is_its_equation(folder: Path, first: bool, raw: bool, masked: bool):
     """Order of the two parts, what is recycled, the embedding at position 0 of each of two texts:
     three steps by hand in float64."""
-    settings = {"hidden_first": first, "recycle_raw": raw, "mask_position_zero": masked}
-    head = moved(HeadConfig(**settings), folder).double()
+    config = HeadConfig(hidden_first=first, recycle_raw=raw, mask_position_zero=masked)
+    head = moved(config, folder).double()
     w = {name.removeprefix("blocks.0."): value for name, value in head.state_dict().items()}
     hidden, positions = noise(5, 64), torch.tensor([0, 1, 0, 1, 2])
     fed = hidden

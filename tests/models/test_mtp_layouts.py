@@ -96,7 +96,7 @@ class Family:
         count: str,
         layer: str = "",
         copies: bool = False,
-        **shape: bool,
+        **shape: Any,
     ) -> None:
         self.layout, self.config, self.modules, self.names = layout, config, modules, names
         self.prefix, self.layer, self.count, self.copies = prefix, layer, count, copies
