@@ -52,7 +52,7 @@ _SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-_DEEPSEEK_MOE = {**_MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+_DEEPSEEK_MOE: dict[str, Any] = {**_MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -61,8 +61,13 @@ _MLA: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-_QWEN_MOE = {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 16, "head_dim": 8}
-_FULL = {"layer_types": ["full_attention"] * 2}
+_QWEN_MOE: dict[str, Any] = {
+    **_MOE,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+}
+_FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
 _DEEPSEEK_NAMES = {
     "enorm": "enorm",
     "hnorm": "hnorm",
