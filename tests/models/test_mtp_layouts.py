@@ -143,7 +143,7 @@ FAMILIES = {
     ),
     "glm": Family(
         "glm-mtp",
-        Glm4MoeConfig(**_SMALL, **_DEEPSEEK_MOE, head_dim=8, first_k_dense_replace=0),
+        Glm4MoeConfig(**{**_SMALL, "head_dim": 8}, **_DEEPSEEK_MOE, first_k_dense_replace=0),
         1,
         "model.layers.{1}.",
         _DEEPSEEK_NAMES,
