@@ -16,8 +16,9 @@ from ..inference.acceptance import PromptSet
 from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
+from ..models.formats.source import find_source
 from ..models.heads import HEADS, Head, LoadedHead, build_head
-from ..models.target import Target
+from ..models.target import Target, fingerprint
 from .artifacts import Artifacts
 
 
@@ -93,7 +94,8 @@ def untrained(loaded: LoadedHead, target: Target) -> Head:
     """The head as it was before its first step, rebuilt from what its folder says.
 
     Raises:
-        ValueError: the folder does not say how training began (an imported head).
+        ValueError: the folder does not say how training began (an imported head), or the head that
+        it began from is not there any more.
     """
     training = loaded.meta.get("training", {})
     if "state_rms" not in training:
@@ -102,8 +104,16 @@ def untrained(loaded: LoadedHead, target: Target) -> Head:
             "rebuilt; leave it out of "
             "evaluate.drafters"
         )
+    config, source = loaded.head.config, None
+    if config.init.source is not None:
+        source = find_source(config.init.source, target.folder, fingerprint(target.folder))
+        if source is None or source.meta["content"] != training.get("source"):
+            raise ValueError(
+                f"the head began from head.init.source={config.init.source}, which holds other "
+                "weights now; leave `untrained` out of evaluate.drafters"
+            )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training["seed"])
         return build_head(
-            loaded.head.config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids
+            config, target.folder, training["state_rms"], draft_ids=loaded.draft_ids, source=source
         )

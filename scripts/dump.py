@@ -20,6 +20,7 @@ from ..models.target import Target, torch_device
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
+from .source import head_shape
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -42,7 +43,8 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
         torch.cuda.set_device(_local_rank(os.environ))
     rows = {split: Rows.open(artifacts.learned, split) for split in SPLITS}
     target = Target.load(config.target)
-    boundaries = settings.boundaries or training_boundaries(config.head, target.num_layers)
+    shape = head_shape(config, invocation.overrides)
+    boundaries = settings.boundaries or training_boundaries(shape, target.num_layers)
     settings = dataclasses.replace(settings, boundaries=boundaries)
     done = [_cache(settings, rows["train"], artifacts.cache, target, invocation)]
     if len(rows["heldout"]):
@@ -128,6 +130,7 @@ VERB = Verb(
         "data.dump",
         "head.kind",
         "head.boundaries",
+        "head.init.source",
     ),
     examples=(
         "draftsmith dump",

@@ -47,7 +47,7 @@ def export(config: Config, invocation: Invocation) -> tuple[Path, dict[str, str]
     loaded = load_head(artifacts.head_or(config.export.head), fingerprint(folder))
     out = artifacts.exported(layout, config.export.folder)
     origins = write(loaded, folder, out)
-    difference = largest_difference(loaded, read(out), Trunk.load(folder, torch.float32))
+    difference = largest_difference(loaded, read(out, folder), Trunk.load(folder, torch.float32))
     if not difference <= TOLERANCE:
         raise ValueError(
             f"{out}: read back, the head's logits differ by {difference:.3g} (at most "

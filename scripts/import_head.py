@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..models.formats import layout as find_layout
-from ..models.heads import compare_targets, load_head, save_head
+from ..models.heads import compare_shapes, compare_targets, load_head, save_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .export import TOLERANCE, largest_difference
-
-_SHAPE = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-"""What a head and its target must agree on."""
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -44,8 +32,8 @@ def run(config: Config, invocation: Invocation) -> None:
         raise ValueError(f"{source} is no folder: name the one to read, import_head.folder=…")
     out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
     folder = prepare_folder(config.target)
-    found = read(source)
-    _same_shape(source, found.head.target_config, AutoConfig.from_pretrained(folder), folder)
+    found = read(source, folder)
+    compare_shapes(source, found.head.target_config, folder)
     # An export says what the head was trained on; what comes from elsewhere belongs to this target.
     present = fingerprint(folder)
     marks = found.meta.get("target_fingerprint", present)
@@ -68,20 +56,6 @@ def run(config: Config, invocation: Invocation) -> None:
     invocation.say(f"read back: logits differ by at most {difference:.3g}")
     invocation.wrote(head=out)
     invocation.next("evaluate", f"evaluate.head={out}")
-
-
-def _same_shape(source: Path, trained: Any, present: Any, folder: Path) -> None:
-    """ValueError with both values where the head is for a target of another shape."""
-    differing = [
-        f"{name} {getattr(trained, name, None)!r}, the target {getattr(present, name, None)!r}"
-        for name in _SHAPE
-        if getattr(trained, name, None) != getattr(present, name, None)
-    ]
-    if differing:
-        raise ValueError(
-            f"{source} holds a head for another target than {folder}: the head has "
-            f"{'; '.join(differing)}. Name the target it was trained for, target.source=…"
-        )
 
 
 VERB = Verb(

@@ -22,9 +22,9 @@ from ..data.backend import byte_token_ids
 from ..data.batches import BatchPlan
 from ..data.probes import probe_source, state_rms
 from ..data.rows import Rows
-from ..data.vocabulary import draft_vocabulary
+from ..data.vocabulary import DraftVocabulary, draft_vocabulary
 from ..models.files import atomic_write_json, changes, read_json
-from ..models.heads import Head, build_head, save_head, training_boundaries
+from ..models.heads import Head, LoadedHead, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
 from ..models.target import (
     eos_ids,
@@ -43,6 +43,7 @@ from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 from .live import LiveAcceptance
+from .source import with_source
 from .watch import draw_curves, watched
 
 _FREE = (
@@ -78,11 +79,7 @@ def train(config: Config, invocation: Invocation) -> None:
         WORK/train.
     """
     artifacts = Artifacts.of(config)
-    if config.head.modules > config.train.steps:
-        raise ValueError(
-            f"head.modules={config.head.modules} with train.steps={config.train.steps}: a module "
-            "that no step trains would draft as it began; raise train.steps or lower head.modules"
-        )
+    _require_steps(config)
     online = config.data.source == "online"
     roles = set_apart(config.data.online.target_ranks if online else 0)
     device = torch_device(config.target.device)
@@ -99,6 +96,8 @@ def train(config: Config, invocation: Invocation) -> None:
     client = connect(config, roles)
     target_config = AutoConfig.from_pretrained(folder)
     marks = fingerprint(folder)
+    config, source = with_source(config, invocation, folder, marks)
+    _require_steps(config)
     rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
     rows.require_length(longest_text(folder))
@@ -109,13 +108,13 @@ def train(config: Config, invocation: Invocation) -> None:
         else CacheFeed(config, rows, marks, boundaries)
     )
     with contextlib.closing(feed):
-        identity = _identity(config, feed)
+        identity = _identity(config, feed, source)
         if rank() == 0 and _begin(artifacts, identity, config, invocation):
             done = read_json(artifacts.run)["finished"]
             invocation.say(f"reused: train (key matches; step {done})")
         barrier()
         if not _finished(artifacts, identity, config):
-            step = _train(config, invocation, folder, marks, rows, feed)
+            step = _train(config, invocation, folder, marks, rows, feed, source)
             measured = _measured(artifacts, device)
             if rank() == 0:
                 record = {"identity": identity, "finished": step, "measured": measured}
@@ -130,6 +129,7 @@ def _train(
     marks: dict[str, str],
     rows: Rows,
     feed: Feed,
+    start_from: LoadedHead | None,
 ) -> int:
     """From the first step, or the newest checkpoint, to the written head; the steps of both."""
     artifacts = Artifacts.of(config)
@@ -144,8 +144,11 @@ def _train(
     probe_source(source, trunk).refuse_faults(f"the states of {rows.folder}, read for training")
     draft_ids, coverage = None, 1.0
     if config.train.draft_vocab_size is not None:
-        forced = eos_ids(folder, target_config) | byte_token_ids(load_tokenizer(folder))
-        vocabulary = draft_vocabulary(rows, config.train.draft_vocab_size, forced, trunk.vocab_size)
+        vocabulary = _kept_vocabulary(config, start_from, trunk.vocab_size, rows)
+        if vocabulary is None:
+            size = config.train.draft_vocab_size
+            forced = eos_ids(folder, target_config) | byte_token_ids(load_tokenizer(folder))
+            vocabulary = draft_vocabulary(rows, size, forced, trunk.vocab_size)
         draft_ids, coverage = vocabulary.ids, vocabulary.coverage
         heldout = vocabulary.coverage_of(Rows.open(artifacts.learned, "heldout"))
         invocation.say(
@@ -153,9 +156,10 @@ def _train(
             f"of training rows, {heldout:.2%} of held-out ones"
         )
 
-    head = build_head(config.head, folder, scale, target_config, draft_ids)
+    head = build_head(config.head, folder, scale, target_config, draft_ids, start_from)
     facts = {
         "state_rms": scale,
+        "source": None if start_from is None else start_from.meta["content"],
         "seed": config.train.seed,
         **feed.identity,
         "coverage": coverage,
@@ -240,12 +244,37 @@ def _measured(artifacts: Artifacts, device: torch.device) -> dict[str, float | N
     }
 
 
-def _identity(config: Config, feed: Feed) -> dict[str, Any]:
+def _require_steps(config: Config) -> None:
+    """ValueError where a separate module would never be trained."""
+    if config.head.modules > config.train.steps:
+        raise ValueError(
+            f"head.modules={config.head.modules} with train.steps={config.train.steps}: a module "
+            "that no step trains would draft as it began; raise train.steps or lower head.modules"
+        )
+
+
+def _kept_vocabulary(
+    config: Config, source: LoadedHead | None, vocab_size: int, rows: Rows
+) -> DraftVocabulary | None:
+    """The draft ids of the head that the run starts from, where as many are asked for and it has
+    an lm_head row for each; else None."""
+    ids = None if source is None or source.head.lm_head is None else source.draft_ids
+    if ids is None or len(ids) != config.train.draft_vocab_size:
+        return None
+    coverage = DraftVocabulary(ids, float("nan"), vocab_size).coverage_of(rows)
+    return DraftVocabulary(ids, coverage, vocab_size)
+
+
+def _identity(config: Config, feed: Feed, source: LoadedHead | None) -> dict[str, Any]:
     """Everything that determines the weights, but the settings that may differ when a run goes
-    on."""
+    on. A head to start from counts by its content, wherever it lies."""
     settings = dataclasses.asdict(config.train)
     settings["betas"] = list(config.train.betas)
     shape = dataclasses.asdict(config.head) | {"boundaries": list(config.head.boundaries)}
+    shape["init"] = {
+        **vars(config.head.init),
+        "source": None if source is None else source.meta["content"],
+    }
     return {
         **feed.identity,
         **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
@@ -337,6 +366,8 @@ VERB = Verb(
         "draftsmith train train.max_steps=3000 train.draft_vocab_size=8192 tracker=wandb-offline",
         "draftsmith train --multirun inputs=work/default 'work=work/norms-${head.norms.output}' "
         "head.norms.output=true,false",
+        "draftsmith train head.init.source=target-mtp",
+        "draftsmith train work=work/further inputs=work/default head.init.source=work/x/imported",
         "torchrun --nproc-per-node 8 -m draftsmith.scripts.train train=h100x8 target=llama-3.1-8b",
         "torchrun --nproc-per-node 8 -m draftsmith.scripts.train train=h100x8 target=llama-3.1-8b "
         "data.source=online data.online.target_ranks=2",

@@ -5,15 +5,32 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ..heads.checkpoint import LoadedHead
-from .deepseek_mtp import export_deepseek_mtp, import_deepseek_mtp
+from .deepseek_mtp import DEEPSEEK_MTP
+from .glm_mtp import GLM_MTP
+from .mimo_mtp import MIMO_MTP
+from .mtp_layout import MTPLayout
+from .qwen_mtp import QWEN_MTP
 
 Exporter = Callable[[LoadedHead, Path | str, Path | str], dict[str, str]]
-Importer = Callable[[Path | str], LoadedHead]
+"""(head, target's folder, folder to write) -> tensor name -> where it is from."""
+
+
+class Importer(Protocol):
+    """Reads a layout; the target's folder where it is at hand."""
+
+    def __call__(self, folder: Path | str, target_folder: Path | str | None = None) -> LoadedHead:
+        """The head in `folder`."""
+        ...
+
+
+# The first whose tensors a target holds is its own; DeepSeek's names are GLM's, too.
+MTP_LAYOUTS: tuple[MTPLayout, ...] = (QWEN_MTP, MIMO_MTP, GLM_MTP, DEEPSEEK_MTP)
 
 LAYOUTS: dict[str, tuple[Exporter, Importer]] = {
-    "deepseek-mtp": (export_deepseek_mtp, import_deepseek_mtp),
+    one.name: (one.write, one.read) for one in reversed(MTP_LAYOUTS)
 }
 
 

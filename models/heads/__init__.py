@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from .checkpoint import LoadedHead, compare_targets, load_head, save_head
-from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec
+from .checkpoint import LoadedHead, compare_shapes, compare_targets, load_head, save_head
+from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec, recycle_spec
 from .families import HEADS, head_class
 from .mtp import MTPHead
 from .protocol import Head, HeadFunction, HeadStep
 from .start import Start
+from .warm import take_shape, take_weights
 
 __all__ = [
     "HEADS",
@@ -29,10 +30,13 @@ __all__ = [
     "NormConfig",
     "RecycleSpec",
     "build_head",
+    "compare_shapes",
     "compare_targets",
     "head_class",
     "load_head",
+    "recycle_spec",
     "save_head",
+    "take_shape",
     "training_boundaries",
 ]
 
@@ -53,6 +57,7 @@ def build_head(
     state_rms: float,
     target_config: Any | None = None,
     draft_ids: Tensor | None = None,
+    source: LoadedHead | None = None,
 ) -> Head:
     """A new head for the target in `target_folder`, in float32 on the CPU, started as `config.init`
     says.
@@ -63,12 +68,25 @@ def build_head(
         target_config: transformers' configuration; read from the folder when not given.
         draft_ids: int64 [Vd] of a reduced draft vocabulary, None for all; a head with an lm_head of
             its own has a row for each.
+        source: the head that `config.init.source` names (`formats.find_source`); None where it
+            names none.
+    Raises:
+        ValueError: a head that does not fit, or an unknown choice.
     """
+    named = config.init.source
+    if (named is None) != (source is None):
+        raise ValueError(
+            f"head.init.source={named} and {'a' if source else 'no'} head to start from: read the "
+            "one that it names"
+        )
     if target_config is None:
         target_config = AutoConfig.from_pretrained(target_folder)
     family = head_class(config.kind)
-    start = Start(config.init, Path(target_folder), target_config, state_rms, draft_ids)
     head = family(config, target_config, None if draft_ids is None else len(draft_ids))
+    if source is not None:
+        take_weights(head, source, draft_ids, str(named))
+        return head
+    start = Start(config.init, Path(target_folder), target_config, state_rms, draft_ids)
     with torch.no_grad():
         head.start(start)
     return head

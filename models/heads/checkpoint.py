@@ -28,6 +28,15 @@ from .families import head_class
 from .protocol import Head
 
 FORMAT = 2
+_SHAPE = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""What a head's target and the one that it comes to must agree on."""
 _READABLE = (1, 2)
 """Format 1 knew one recycled `mtp` module, whose tensors had no `blocks.0.` before their names."""
 
@@ -188,6 +197,26 @@ def _same_inputs(folder: Path, trained: dict[str, Any], head: Head) -> None:
                 f"{folder}: the head was trained with {name}={value!r}, this version runs a "
                 f"{head.kind} head with {now!r}; use the version that trained it"
             )
+
+
+def compare_shapes(source: Path, trained: Any, target_folder: Path | str) -> None:
+    """Hold the configuration of the target that the head in `source` was made for against that of
+    the one it comes to.
+
+    Raises:
+        ValueError: they are of another shape; all differing values are told.
+    """
+    present = AutoConfig.from_pretrained(target_folder).get_text_config(decoder=True)
+    differing = [
+        f"{name} {getattr(trained, name, None)!r}, the target {getattr(present, name, None)!r}"
+        for name in _SHAPE
+        if getattr(trained, name, None) != getattr(present, name, None)
+    ]
+    if differing:
+        raise ValueError(
+            f"{source} holds a head for another target than {target_folder}: the head has "
+            f"{'; '.join(differing)}. Name the target it was trained for, target.source=…"
+        )
 
 
 def compare_targets(folder: Path, trained: dict[str, str], present: dict[str, str]) -> None:

@@ -13,6 +13,9 @@ _READ_BY = {
     "boundaries": ("eagle3",),
     "norm_before_residual": ("eagle3",),
     "norm_output": ("eagle3",),
+    "hidden_first": ("mtp", "eagle"),
+    "recycle_raw": ("mtp", "eagle"),
+    "mask_position_zero": ("mtp", "eagle"),
 }
 """Settings that only some kinds read."""
 
@@ -47,6 +50,10 @@ class InitConfig:
     output_scale: float = 0.4
     """The head's output starts at the size of the target's final-normed state times this: an
     untrained head is mostly wrong, and at full scale it would be sure of it."""
+    source: str | None = None
+    """null starts from the target's last layer, as the settings above say; target-mtp from the MTP
+    weights that the target's checkpoint brings; else a native head folder, all of whose weights are
+    taken. The last two bring the head's shape as well."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.embedding_share < math.inf:
@@ -55,6 +62,18 @@ class InitConfig:
             )
         if not 0 < self.output_scale < math.inf:
             raise ValueError(f"head.init.output_scale={self.output_scale}: must be positive")
+        if self.source is not None:
+            told = [
+                f"head.init.{known.name}={getattr(self, known.name)}"
+                for known in fields(self)
+                if known.name != "source" and getattr(self, known.name) != known.default
+            ]
+            if told:
+                warnings.warn(
+                    f"{', '.join(told)}: ignored, since all weights come from "
+                    f"head.init.source={self.source}",
+                    stacklevel=3,
+                )
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,12 @@ class HeadConfig:
     """eagle3: the residual stream starts from the normed state instead of the raw one."""
     norm_output: bool = False
     """eagle3: recycle the state after the output norm instead of before it."""
+    hidden_first: bool = False
+    """mtp, eagle: the projection reads [state ; embedding], not [embedding ; state] (MiMo)."""
+    recycle_raw: bool = False
+    """mtp, eagle: recycle the state before the output norm instead of after it (GLM)."""
+    mask_position_zero: bool = False
+    """mtp, eagle: the embedding is zeroed at position 0 of a text (MiMo)."""
     norms: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
 
@@ -150,8 +175,35 @@ class RecycleSpec:
     """The head's own state as the next step gets it: post-output-norm, pre-output-norm, or as-fed
     (unchanged)."""
     residual: str = "pre-norm"
-    """Where the residual stream starts: pre-norm (what is fed, before hnorm) or post-norm."""
+    """Where the residual stream of an eagle3 head starts: pre-norm (what is fed, before hnorm) or
+    post-norm. That of the others starts at the projection."""
     mask_position_zero: bool = False
-    """Whether the embedding is zeroed at position 0."""
+    """Whether the embedding is zeroed at position 0 of a text (row 0 of step 0; its token x_1 is
+    then not seen there)."""
     norm_style: str = "rms"
     """rms: w; gemma: 1 + w."""
+
+
+def recycle_spec(config: HeadConfig, norm_style: str = "rms") -> RecycleSpec:
+    """The record of a head of this configuration; settings that its kind does not read have no
+    part in it.
+
+    Args:
+        norm_style: of the target's family, rms or gemma.
+    """
+
+    def on(name: str) -> bool:
+        return config.kind in _READ_BY[name] and bool(getattr(config, name))
+
+    if config.kind == "medusa":
+        return RecycleSpec(fusion_order=("hidden",), recycled="as-fed", norm_style=norm_style)
+    eagle3 = config.kind == "eagle3"
+    normed = on("norm_output") if eagle3 else not on("recycle_raw")
+    return RecycleSpec(
+        fusion_order=("hidden", "embedding") if on("hidden_first") else ("embedding", "hidden"),
+        hidden_fed="fused-boundaries" if eagle3 else "post-final-norm",
+        recycled="post-output-norm" if normed else "pre-output-norm",
+        residual="post-norm" if on("norm_before_residual") else "pre-norm",
+        mask_position_zero=on("mask_position_zero"),
+        norm_style=norm_style,
+    )

@@ -22,7 +22,7 @@ from ..layer import decoder_layer, residual_step, widen
 from ..lean import LeanLayer, lean_rotary
 from ..norm import RMSNorm
 from ..trunk import Trunk
-from .config import HeadConfig, RecycleSpec
+from .config import HeadConfig, recycle_spec
 from .protocol import Head, HeadFunction, HeadStep
 from .start import Start
 
@@ -59,12 +59,7 @@ class Eagle3Head(Head):
         vocabulary = int(target_config.vocab_size) if draft_vocab_size is None else draft_vocab_size
         self.lm_head = nn.Parameter(torch.zeros(vocabulary, size))
         self.num_layers = config.num_layers
-        self.recycle = RecycleSpec(
-            hidden_fed="fused-boundaries",
-            recycled="post-output-norm" if config.norm_output else "pre-output-norm",
-            residual="post-norm" if config.norm_before_residual else "pre-norm",
-            norm_style=style,
-        )
+        self.recycle = recycle_spec(config, style)
         self.__dict__["rotary"] = parts[0][1]
 
     @classmethod

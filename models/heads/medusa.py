@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention import AttentionContext
-from .config import HeadConfig, RecycleSpec
+from .config import HeadConfig, recycle_spec
 from .protocol import Head, HeadStep
 from .start import Start
 
@@ -48,7 +48,7 @@ class MedusaHead(Head):
         )
         self.num_layers = 0
         self.max_steps = config.modules
-        self.recycle = RecycleSpec(fusion_order=("hidden",), recycled="as-fed")
+        self.recycle = recycle_spec(config)
 
     def forward(
         self,

@@ -5,8 +5,11 @@
     q_p = softmax(lm_head g_p)                     predicts x_{p+2+k}; E and lm_head: the target's
 
 Step 0 feeds h = h_p, the target's state after its final norm; step k feeds g of step k-1 at
-position p+k. Step k is module min(k, D-1). Each module attends over what it wrote itself; with D =
-1 those are the rows of step 0 and the chain's own.
+position p+k. What a family does otherwise its `RecycleSpec` says, and everything here reads it
+there: the order of the two parts, layer(z)_p recycled before the norm, E x zeroed at position 0.
+
+Step k is module min(k, D-1). Each module attends over what it wrote itself; with D = 1 those are
+the rows of step 0 and the chain's own.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ..layer import decoder_layer
 from ..lean import LeanLayer, lean_rotary
 from ..norm import RMSNorm
 from ..trunk import Trunk
-from .config import HeadConfig, NormConfig, RecycleSpec
+from .config import HeadConfig, RecycleSpec, recycle_spec
 from .protocol import Head, HeadFunction, HeadStep
 from .start import Start
 
@@ -31,18 +34,19 @@ class FusedModule(nn.Module):
     """One module: see the equations above.
 
     Args:
-        norms: which norms are there. target_config: transformers' configuration of the target.
-        index: how the attention context knows its layer.
+        config: the head's shape. target_config: transformers' configuration of the target. index:
+            how the attention context knows its layer.
     """
 
     rotary: nn.Module
 
-    def __init__(self, norms: NormConfig, target_config: Any, index: int) -> None:
+    def __init__(self, config: HeadConfig, target_config: Any, index: int) -> None:
         super().__init__()
         size, eps = int(target_config.hidden_size), float(target_config.rms_norm_eps)
+        norms = config.norms
         self.layer, rotary = decoder_layer(target_config, index)
         style = next((m.style for m in self.layer.modules() if isinstance(m, RMSNorm)), "rms")
-        self.norm_style = style
+        self.recycle = recycle_spec(config, style)
         self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
         self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
@@ -55,9 +59,9 @@ class FusedModule(nn.Module):
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
-    ) -> Tensor:
-        """[N, H] embeddings and states -> [N, H]."""
-        fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
+    ) -> HeadStep:
+        """[N, H] embeddings and states -> what is recycled and drafted, [N, H] each."""
+        fused = self.eh_proj(self.read(embeds, hidden, positions))
         out = self.layer(
             fused[None],
             attention_mask=None,
@@ -65,7 +69,20 @@ class FusedModule(nn.Module):
             position_embeddings=self.rotary(fused[None], positions[None]),
             draftsmith=context,
         )
-        return self.norm((out[0] if isinstance(out, tuple) else out)[0])
+        return self.result((out[0] if isinstance(out, tuple) else out)[0])
+
+    def read(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """What the projection reads, [N, 2H]: both parts normed, side by side as `fusion_order`
+        says."""
+        if self.recycle.mask_position_zero:
+            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
+        parts = {"embedding": self.enorm(embeds), "hidden": self.hnorm(hidden)}
+        return torch.cat([parts[name] for name in self.recycle.fusion_order], -1)
+
+    def result(self, x: Tensor) -> HeadStep:
+        """The layer's output [N, H], normed to be drafted from, recycled as `recycled` says."""
+        drafted = self.norm(x)
+        return HeadStep(drafted if self.recycle.recycled == "post-output-norm" else x, drafted)
 
     def start(self, start: Start) -> None:
         """See `Head.start`."""
@@ -80,7 +97,8 @@ class FusedModule(nn.Module):
         hidden = 1.0 if isinstance(self.hnorm, RMSNorm) else start.normed_rms
         identity = torch.diag(frame * start.state_rms)
         share = start.init.embedding_share / embeds
-        weight.copy_(torch.cat([share * identity, identity / hidden], 1))
+        parts = {"embedding": share * identity, "hidden": identity / hidden}
+        weight.copy_(torch.cat([parts[name] for name in self.recycle.fusion_order], 1))
 
 
 class MTPHead(Head):
@@ -93,12 +111,12 @@ class MTPHead(Head):
     ) -> None:
         super().__init__(config, target_config, draft_vocab_size)
         self.blocks = nn.ModuleList(
-            FusedModule(config.norms, target_config, index) for index in range(config.modules)
+            FusedModule(config, target_config, index) for index in range(config.modules)
         )
         self.num_modules = self.num_layers = config.modules
         first = self.blocks[0]
         assert isinstance(first, FusedModule)
-        self.recycle = RecycleSpec(norm_style=first.norm_style)
+        self.recycle: RecycleSpec = first.recycle
 
     def forward(
         self,
@@ -108,10 +126,9 @@ class MTPHead(Head):
         context: AttentionContext,
         step: int = 0,
     ) -> HeadStep:
-        """See `Head.forward`; recycled and drafted are one tensor."""
+        """See `Head.forward`; recycled and drafted are one tensor, unless the former is raw."""
         block = self.blocks[min(step, self.num_modules - 1)]
-        out = block(embeds, hidden, positions, context)
-        return HeadStep(out, out)
+        return block(embeds, hidden, positions, context)
 
     def start(self, start: Start) -> None:
         """See `Head.start`; every module starts alike."""
@@ -128,17 +145,16 @@ class _LeanModule:
     """`FusedModule.forward` with packed weights and a lean layer."""
 
     def __init__(self, block: Any, index: int) -> None:
-        self.enorm, self.hnorm, self.norm = block.enorm, block.hnorm, block.norm
+        self.source = block
         self.projection = PackedLinear(block.eh_proj.weight)
         self.layer = LeanLayer(block.layer, index)
-        self.rotary = block.rotary
 
     def __call__(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
-    ) -> Tensor:
-        fused = self.projection(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
-        cos, sin = lean_rotary(self.rotary, fused, positions)
-        return self.norm(self.layer(fused, cos, sin, context))
+    ) -> HeadStep:
+        fused = self.projection(self.source.read(embeds, hidden, positions))
+        cos, sin = lean_rotary(self.source.rotary, fused, positions)
+        return self.source.result(self.layer(fused, cos, sin, context))
 
 
 class _LeanMTP:
@@ -161,5 +177,4 @@ class _LeanMTP:
         step: int = 0,
     ) -> HeadStep:
         module = self.modules[min(step, len(self.modules) - 1)]
-        out = module(embeds, hidden, positions, context)
-        return HeadStep(out, out)
+        return module(embeds, hidden, positions, context)

@@ -3,16 +3,19 @@ one by one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import PROMPTS, away_from_its_start
 from drafting import ForcedHeadDrafter, Script
 
 from draftsmith.data.batches import PackedBatch
 from draftsmith.inference.capture import capture
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine
-from draftsmith.models.heads import Head
+from draftsmith.models.attention import PackedContext
+from draftsmith.models.heads import Head, HeadConfig, NormConfig
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.unroll import split_states, unroll
 
@@ -78,6 +81,41 @@ def test_training_rows_equal_the_engines_rows(
     """Every family, K = 1, 2, 4 drafts, prefill in chunks of 1, 3 and whole, float64."""
     worst = worst_difference(target, any_head, steps, chunk)
     assert float(worst.max()) < 1e-9, worst
+
+
+RECYCLED = {
+    "mtp, hidden first": HeadConfig(hidden_first=True),
+    "mtp, recycled raw": HeadConfig(recycle_raw=True),
+    "mtp, masked": HeadConfig(mask_position_zero=True),
+    "mtp of 3 modules, all three": HeadConfig(
+        modules=3, hidden_first=True, recycle_raw=True, mask_position_zero=True
+    ),
+    "eagle without norms, masked": HeadConfig(
+        "eagle", norms=NormConfig(False, False, False, False), mask_position_zero=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECYCLED)
+def test_whatever_is_fed_and_recycled_both_do_alike(target: Target, name: str):
+    """Each setting of the `RecycleSpec`, K = 4, prefill in chunks of 3, float64; it is in force,
+    and not dropped by both."""
+    config = RECYCLED[name]
+    head = away_from_its_start(config, target)
+    assert float(worst_difference(target, head, 4, 3).max()) < 1e-9
+    plain = replace(config, hidden_first=False, recycle_raw=False, mask_position_zero=False)
+    other = type(head)(plain, head.target_config).double()
+    other.load_state_dict(head.state_dict())
+    rows = torch.randn(2, 6, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fed, apart = [rows[1], rows[1]], []
+    for step in range(2):
+        outs = [
+            one(rows[0], hidden, torch.arange(6) + step, PackedContext([0, 6]), step)
+            for one, hidden in zip((head, other), fed, strict=True)
+        ]
+        fed = [out.recycled for out in outs]
+        apart.append(float((outs[0].drafted - outs[1].drafted).detach().abs().max()))
+    assert apart[-1] > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 512])

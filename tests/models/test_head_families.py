@@ -22,6 +22,7 @@ from draftsmith.models.heads import (
     NormConfig,
     build_head,
     load_head,
+    recycle_spec,
     save_head,
     training_boundaries,
 )
@@ -32,6 +33,8 @@ FAMILIES = {
     "mtp": HeadConfig(),
     "mtp without output norm": HeadConfig(norms=NormConfig(output=False)),
     "mtp of 2 modules": HeadConfig(modules=2),
+    "mtp as MiMo runs it": HeadConfig(hidden_first=True, mask_position_zero=True),
+    "mtp as GLM runs it": HeadConfig(modules=2, recycle_raw=True),
     "eagle": HeadConfig("eagle", norms=NO_NORMS),
     "eagle restored": HeadConfig("eagle"),
     "eagle3": HeadConfig("eagle3", boundaries=(1, 2, 3)),
@@ -149,6 +152,49 @@ def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
     torch.testing.assert_close(out.drafted, drafted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.recycled, drafted if after else x, rtol=1e-5, atol=1e-5)
     assert head.lm_head is not None and head.lm_head.shape == (5, 64)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_mtp_is_its_equation(folder: Path, first: bool, raw: bool, masked: bool):
+    """Order of the two parts, what is recycled, the embedding at position 0 of each of two texts:
+    three steps by hand in float64."""
+    config = HeadConfig(hidden_first=first, recycle_raw=raw, mask_position_zero=masked)
+    head = moved(config, folder).double()
+    w = {name.removeprefix("blocks.0."): value for name, value in head.state_dict().items()}
+    hidden, positions = noise(5, 64), torch.tensor([0, 1, 0, 1, 2])
+    fed = hidden
+    for step in range(3):
+        embeds, now = noise(5, 64) + step, positions + step
+        with torch.no_grad():
+            out = head(embeds, fed, now, PackedContext([0, 2, 5]), step)
+        e = embeds.clone()
+        if masked and step == 0:
+            e[[0, 2]] = 0.0
+        parts = [rms(e, w["enorm.weight"]), rms(hidden, w["hnorm.weight"])]
+        z = torch.cat(parts[::-1] if first else parts, -1) @ w["eh_proj.weight"].T
+        x = []
+        for rows in (slice(0, 2), slice(2, 5)):
+            normed = rms(z[rows], w["layer.input_layernorm.weight"])
+            x.append(z[rows] + attention(normed, w, "layer.self_attn.", now[rows]))
+        x = mlp(torch.cat(x), w, "layer.")
+        drafted = rms(x, w["norm.weight"])
+        hidden, fed = (x if raw else drafted), out.recycled
+        # transformers' rotary tables are float32
+        torch.testing.assert_close(out.drafted, drafted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.recycled, hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_the_record_follows_from_the_settings_that_a_kind_reads():
+    """One place derives it; what a kind ignores does not get into it."""
+    glm = recycle_spec(HeadConfig(recycle_raw=True), "gemma")
+    assert (glm.recycled, glm.norm_style) == ("pre-output-norm", "gemma")
+    mimo = recycle_spec(HeadConfig("eagle", hidden_first=True, mask_position_zero=True))
+    assert mimo.fusion_order == ("hidden", "embedding") and mimo.mask_position_zero
+    with pytest.warns(UserWarning, match="hidden_first=True, recycle_raw=True: ignored"):
+        ignored = HeadConfig("eagle3", hidden_first=True, recycle_raw=True)
+    assert recycle_spec(ignored) == recycle_spec(HeadConfig("eagle3"))
 
 
 def test_medusa_is_its_equation(folder: Path):

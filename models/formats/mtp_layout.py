@@ -1,0 +1,304 @@
+"""What the MTP layouts share: a target's checkpoint with the tensors of its MTP modules in it.
+
+A layout says where those tensors lie and how the family runs them (`MTPLayout`); writing, reading
+and their refusals are here, once. Such a folder holds
+
+    mtp.safetensors     the modules' tensors, and copies of the target's where the layout has them
+    config.json         the target's, and how many modules there are
+    draftsmith.json     what the layout has no place for: the target's fingerprint, the draft ids
+
+Reading takes that folder or the target's whole checkpoint. No layout has a place for a reduced
+vocabulary: the lm_head is the target's own, so an engine drafts from all of it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..files import atomic_write_bytes, atomic_write_json, read_json
+from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
+from ..heads.config import HeadConfig
+from ..heads.mtp import MTPHead
+from ..trunk import tensor_files
+from .experts import fuse_experts, split_experts
+
+_FILE = "mtp.safetensors"
+_NOTE = "draftsmith.json"
+_SCALE = "weight_scale_inv"
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class MTPLayout:
+    """One layout.
+
+    Attributes:
+        name: as the commands call it. title: as messages do.
+        prefix: of a module's tensors, with `{index}` where it has a number.
+        after_layers: that number counts on from the target's layers instead of from 0.
+        own: our tensor names inside a module, but for the decoder layer, -> the layout's.
+        layer: stands before the decoder layer's own names.
+        copies: the layout's names of what it copies from the target -> the target's.
+        counts: (start of the model_type, key of config.json that holds the number of modules); the
+            first that fits.
+        families: starts of the model_types that bring such tensors themselves.
+        most: modules that it can hold, None for any number.
+        hidden_first, recycle_raw, norm_style: how engines run it. mask_position_zero: the same;
+            None where they differ and the layout may be read either way.
+    """
+
+    name: str
+    title: str
+    prefix: str
+    own: dict[str, str]
+    counts: tuple[tuple[str, str], ...]
+    families: tuple[str, ...]
+    after_layers: bool = False
+    layer: str = ""
+    copies: dict[str, str] = field(default_factory=dict)
+    most: int | None = None
+    hidden_first: bool = False
+    recycle_raw: bool = False
+    mask_position_zero: bool | None = False
+    norm_style: str = "rms"
+
+    def write(
+        self, loaded: LoadedHead, target_folder: Path | str, out: Path | str
+    ) -> dict[str, str]:
+        """Write the modules' tensors and the target's configuration extended by them.
+
+        Args:
+            loaded: the head. target_folder: its target. out: folder to write.
+        Returns:
+            tensor name -> `trained` or `copied from the target`, for the table that is printed.
+        Raises:
+            ValueError: a head that the layout cannot hold.
+        """
+        self._refuse(loaded)
+        head, out = loaded.head, Path(out)
+        assert isinstance(head, MTPHead)
+        first = self._first(head.target_config)
+        tensors = {
+            self._foreign(name, first): value.detach().float().contiguous()
+            for name, value in split_experts(head.state_dict()).items()
+        }
+        origin = dict.fromkeys(tensors, "trained")
+        files = tensor_files(Path(target_folder))
+        for name, theirs in self.copies.items():
+            copied = _read(files, theirs)
+            for module in range(head.num_modules):
+                tensors[self._prefix(first + module) + name] = copied.clone()
+        origin |= {name: "copied from the target" for name in tensors if name not in origin}
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(out / _FILE, save(tensors, metadata={"format": "pt"}))
+        config = read_json(Path(target_folder) / "config.json")
+        _text(config)[self._count(config)] = head.num_modules
+        atomic_write_json(out / "config.json", config)
+        note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
+        note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
+        atomic_write_json(out / _NOTE, note)
+        return origin
+
+    def read(self, folder: Path | str, target_folder: Path | str | None = None) -> LoadedHead:
+        """Read such a folder, or a target's checkpoint with such tensors in it.
+
+        Args:
+            target_folder: the target, whose embedding and lm_head the layout's copies are compared
+                with; None compares them with the folder's own where it holds those.
+        Raises:
+            ValueError: a target of another shape; no such tensor; one that is missing, unknown or
+                of a wrong shape; another number of modules than config.json says.
+        """
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        target_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        if target_folder is not None:
+            compare_shapes(folder, target_config, target_folder)
+        files, first, key = tensor_files(folder), self._first(target_config), self._count(raw)
+        mine = {name: parts for name in files if (parts := self._parts(name, first))}
+        if not mine:
+            raise ValueError(
+                f"{folder}: no tensor {self._prefix(first)}* ({key} in config.json: "
+                f"{_text(raw).get(key)}); it holds no MTP module in the {self.title} layout"
+            )
+        count = 1 + max(module for module, _ in mine.values())
+        said = _text(raw).get(key, count)
+        if said != count:
+            raise ValueError(
+                f"{folder}: config.json says {key}={said}, the files hold {count} MTP modules; "
+                "one of them is of another checkpoint"
+            )
+        note = read_json(folder / _NOTE) if (folder / _NOTE).exists() else {}
+        head = MTPHead(self._config(count, note), target_config)
+        found: dict[str, Tensor] = {}
+        for name, (module, rest) in mine.items():
+            if rest in self.copies:
+                place = folder if target_folder is None else Path(target_folder)
+                self._compare(name, self.copies[rest], files, place)
+            elif not rest.endswith("rotary_emb.inv_freq"):  # follows from the configuration
+                found[self._prefix(first + module) + rest] = _read(files, name)
+        _dequantise(found, raw)
+        self._take(folder, head, split_experts(found), first)
+        draft_ids = note.pop("draft_ids", None)
+        if draft_ids is not None:
+            maps = vocabulary_maps(torch.tensor(draft_ids), int(target_config.vocab_size))
+            draft_ids = read_vocabulary(maps, int(target_config.vocab_size), str(folder / _NOTE))
+        return LoadedHead(head, draft_ids, note)
+
+    def belongs(self, model_type: str, names: dict[str, Path], target_config: Any) -> bool:
+        """Whether a target of this model_type with tensors of these names brings such modules."""
+        first = self._first(target_config)
+        projection = self.own["eh_proj.weight"]
+        return model_type.startswith(self.families) and any(
+            name.endswith(projection) and self._parts(name, first) for name in names
+        )
+
+    def _refuse(self, loaded: LoadedHead) -> None:
+        head, config, remedy = loaded.head, loaded.head.config, "keep the native folder"
+        title = f"the {self.title} layout"
+        if not isinstance(head, MTPHead) or head.kind != "mtp":
+            raise ValueError(f"{title} holds mtp heads, this one is of kind {head.kind}: {remedy}")
+        off = [name for name, on in vars(config.norms).items() if not on]
+        if off:
+            raise ValueError(
+                f"{title} has the norms {', '.join(off)}, which this head was trained without; an "
+                "engine would leave them uninitialised: train with head.norms.*=true or "
+                f"{remedy}"
+            )
+        wanted: dict[str, Any] = {
+            "hidden_first": self.hidden_first,
+            "recycle_raw": self.recycle_raw,
+        }
+        if self.mask_position_zero is not None:
+            wanted["mask_position_zero"] = self.mask_position_zero
+        for name, value in wanted.items():
+            if getattr(config, name) != value:
+                raise ValueError(
+                    f"{title} is run with head.{name}={str(value).lower()}, this head was trained "
+                    f"with {str(getattr(config, name)).lower()}: train with the former or {remedy}"
+                )
+        if head.recycle.norm_style != self.norm_style:
+            raise ValueError(
+                f"the norms of {title} are of the style {self.norm_style}, those of this head's "
+                f"target {head.recycle.norm_style}: {remedy}"
+            )
+        if self.most is not None and head.num_modules > self.most:
+            raise ValueError(
+                f"{title} holds {self.most} module, this head has {head.num_modules}: {remedy}"
+            )
+
+    def _config(self, modules: int, note: dict[str, Any]) -> HeadConfig:
+        mask = self.mask_position_zero
+        if mask is None:
+            mask = bool(note.get("head", {}).get("mask_position_zero", False))
+        return HeadConfig(
+            "mtp",
+            modules,
+            hidden_first=self.hidden_first,
+            recycle_raw=self.recycle_raw,
+            mask_position_zero=mask,
+        )
+
+    def _take(self, folder: Path, head: MTPHead, found: dict[str, Tensor], first: int) -> None:
+        """Load the head's every tensor from the layout's names."""
+        state = head.state_dict()
+        ours = split_experts(state)
+        names = {self._foreign(name, first): name for name in ours}
+        missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
+        if missing or unknown:
+            raise ValueError(
+                f"{folder}: the MTP modules lack {_few(missing)} and hold unknown {_few(unknown)}"
+            )
+        for theirs, name in names.items():
+            if found[theirs].shape != ours[name].shape:
+                raise ValueError(
+                    f"{folder}: {theirs} has shape {list(found[theirs].shape)}, the target's "
+                    f"family needs {list(ours[name].shape)}"
+                )
+        shapes = {name: value.shape for name, value in state.items()}
+        read = {name: found[theirs] for theirs, name in names.items()}
+        head.load_state_dict(fuse_experts(read, shapes))
+
+    def _compare(self, name: str, theirs: str, files: dict[str, Path], place: Path) -> None:
+        """Warn where a copy of the target's embedding or lm_head is no copy."""
+        target = files if place == files[name].parent else tensor_files(place)
+        if theirs == _LM_HEAD and theirs not in target:
+            theirs = _EMBEDDING  # tied
+        if theirs not in target:
+            return
+        copy, original = _read(files, name), _read(target, theirs)
+        if copy.shape != original.shape or not torch.equal(copy.float(), original.float()):
+            warnings.warn(
+                f"{name} differs from the target's own {theirs}; the head reads the target's, as "
+                "engines do, so it may draft worse than it was trained to",
+                stacklevel=4,
+            )
+
+    def _first(self, target_config: Any) -> int:
+        return int(target_config.num_hidden_layers) if self.after_layers else 0
+
+    def _count(self, config: dict[str, Any]) -> str:
+        kind = str(config.get("model_type"))
+        return next(key for start, key in self.counts if kind.startswith(start))
+
+    def _prefix(self, index: int) -> str:
+        return self.prefix.format(index=index)
+
+    def _parts(self, name: str, first: int) -> tuple[int, str] | None:
+        """(module, name inside it) of a tensor of the MTP modules; None for any other."""
+        pattern = re.escape(self.prefix).replace(r"\{index\}", r"(?P<index>\d+)")
+        match = re.match(pattern, name)
+        if match is None:
+            return None
+        module = int(match.groupdict().get("index", first)) - first
+        return None if module < 0 else (module, name[match.end() :])
+
+    def _foreign(self, name: str, first: int) -> str:
+        """Our tensor name `blocks.D.…` -> the layout's."""
+        _, module, rest = name.split(".", 2)
+        inside = rest.removeprefix("layer.")
+        theirs = self.own[rest] if inside == rest else self.layer + inside
+        return self._prefix(first + int(module)) + theirs
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is about text, where a model has several."""
+    return config.get("text_config") or config
+
+
+def _read(files: dict[str, Path], name: str) -> Tensor:
+    """One tensor; a tied lm_head is the embedding."""
+    if name == _LM_HEAD and name not in files:
+        name = _EMBEDDING
+    if name not in files:
+        raise ValueError(f"no tensor {name!r} in {sorted({str(path) for path in files.values()})}")
+    with safe_open(files[name], framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _dequantise(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Float8 matrices with a scale for each block of rows and columns, as float32; the scales are
+    taken out."""
+    settings = config.get("quantization_config") or {}
+    rows, columns = settings.get("weight_block_size") or (128, 128)
+    for name in [name for name in tensors if name.endswith(_SCALE)]:
+        matrix = name.removesuffix("_scale_inv")
+        if matrix not in tensors:
+            continue  # told as unknown
+        weight, scale = tensors[matrix].float(), tensors.pop(name).float()
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        tensors[matrix] = weight * scale[: weight.shape[0], : weight.shape[1]]
+
+
+def _few(names: list[str]) -> str:
+    return str(names) if len(names) <= 6 else f"{names[:6]} and {len(names) - 6} more"
