@@ -33,8 +33,8 @@ from ..models.target import (
     torch_device,
 )
 from ..models.trunk import Trunk
-from ..train.loop import Trainer
-from ..train.ranks import barrier, rank, set_apart, start
+from ..train.loop import Trainer, TrainResult
+from ..train.ranks import adopt_slurm, barrier, rank, set_apart, start
 from ..train.tracker import Tracker
 from ..train.validation import Validator
 from .acceptance import LiveAcceptance
@@ -49,6 +49,10 @@ _FREE = (
     "validate_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "patience",
+    "accumulation",
+    "zero_stage",
+    "offload",
 )
 """Settings of `train` that may differ when a run goes on."""
 
@@ -56,6 +60,8 @@ _FREE = (
 def run(config: Config, invocation: Invocation) -> None:
     """Train, resume, or find the finished head."""
     artifacts = Artifacts.of(config)
+    if adopt_slurm(os.environ) and os.environ["RANK"] != "0":
+        invocation.console.quiet = True
     train(config, invocation)
     if rank() == 0:
         invocation.wrote(head=artifacts.head, metrics=artifacts.metrics)
@@ -108,9 +114,12 @@ def train(config: Config, invocation: Invocation) -> None:
             invocation.say(f"reused: train (key matches; step {done})")
         barrier()
         if not _finished(artifacts, identity, config):
-            step = _train(config, invocation, folder, marks, rows, feed)
+            result = _train(config, invocation, folder, marks, rows, feed)
             if rank() == 0:
-                atomic_write_json(artifacts.run, {"identity": identity, "finished": step})
+                ended = {"identity": identity, "finished": result.step}
+                if result.stopped_early:
+                    ended["stopped_early"] = _end(config)
+                atomic_write_json(artifacts.run, ended)
             barrier()
 
 
@@ -121,8 +130,8 @@ def _train(
     marks: dict[str, str],
     rows: Rows,
     feed: Feed,
-) -> int:
-    """From the first step, or the newest checkpoint, to the written head; the steps of both."""
+) -> TrainResult:
+    """From the first step, or the newest checkpoint, to the written head."""
     artifacts = Artifacts.of(config)
     device = torch_device(config.target.device)
     target_config = AutoConfig.from_pretrained(folder)
@@ -187,16 +196,16 @@ def _train(
         trainer.validate = _told(
             Validator(trainer.objective, held_out, acceptance), trainer, invocation
         )
-    elif config.train.zero_stage == 3:
-        raise ValueError(
-            "train.zero_stage=3 keeps weights in shards, and whole ones are gathered for "
-            "validation alone: hold out some "
-            "rows (data.rows.holdout) and dump them, or use stage 0 to 2"
-        )
     result = trainer.run()
     if tracker is not None:
         tracker.finish()
+    weights = trainer.whole_head()
     if rank() == 0:
+        if result.stopped_early:
+            invocation.say(
+                f"ended at step {result.step}: train.patience={config.train.patience} validations "
+                "without a better score"
+            )
         if result.best is not None and artifacts.best.exists():
             _copy(artifacts.best, artifacts.head)
             score = result.best.score
@@ -205,10 +214,10 @@ def _train(
                 f"{score:.4f})"
             )
         else:
-            keep(artifacts.head, trainer.head, result.step, None)
+            keep(artifacts.head, weights, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
         write_provenance(artifacts.train, invocation.resolved)
-    return result.step
+    return result
 
 
 def _identity(config: Config, feed: Feed) -> dict[str, Any]:
@@ -252,7 +261,14 @@ def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) ->
         return False
     record = read_json(artifacts.run)
     done = record["finished"]
-    return record["identity"] == identity and done is not None and done >= config.train.max_steps
+    if record["identity"] != identity or done is None:
+        return False
+    return done >= config.train.max_steps or record.get("stopped_early") == _end(config)
+
+
+def _end(config: Config) -> dict[str, int]:
+    """What decides where a run ends; one that ended early goes on when it changes."""
+    return {"max_steps": config.train.max_steps, "patience": config.train.patience}
 
 
 def _held_out(config: Config, feed: Feed) -> list[Any] | None:
