@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..data.batches import PackedBatch
@@ -27,12 +27,13 @@ from ..models.trunk import Trunk
 from .checkpoint import Checkpoint, Checkpoints, random_state_kept
 from .config import TrainConfig
 from .engine import make_engine, set_rate
+from .guard import refuse_gradient, require_finite_losses
 from .metrics import MetricsFile
 from .objective import Objective
 from .ranks import gather_over_ranks, rank, start, sum_over_ranks, world_size
 from .reader import Reader
 from .schedule import lr_at
-from .state import whole_weights
+from .state import whole_head
 from .tracker import Tracker
 from .window import Window
 
@@ -234,51 +235,27 @@ class Trainer:
             with window.phase("backward"):
                 self.engine.backward(loss * scale)
             if number + 1 == len(batches):
-                self._check_losses(losses, batches)
+                require_finite_losses(losses, batches, self.step)
                 norm = self._stage_zero_norm()
-                if norm is not None and not math.isfinite(norm):
-                    self._refuse_gradient(batches, steps, scale)
+                if norm is not None:
+                    self._require_finite(norm, batches, steps, scale)
             with window.phase("step"):
                 self.engine.step()
         # From stage 1 on DeepSpeed skips the optimiser's step by itself, and gives infinity.
         window.norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
-        if not math.isfinite(window.norm):
-            self._refuse_gradient(batches, steps, scale)
+        self._require_finite(window.norm, batches, steps, scale)
         window.tokens += int(num_tokens)
         window.unsupervised += int(unsupervised)
         self.tokens += int(num_tokens)
         self.cursor += cfg.accumulation * world_size()
         self.step += 1
 
-    def _check_losses(self, losses: list[Tensor], batches: list[PackedBatch]) -> None:
-        """Refuse before the optimiser steps."""
-        bad = ~torch.stack(losses).isfinite()
-        if bool(sum_over_ranks(bad.sum().double()) > 0):
-            self._refuse("loss", batches, bad.tolist())
-
-    def _refuse_gradient(self, batches: list[PackedBatch], steps: int, scale: float) -> NoReturn:
-        """Find the batches by running each once more, on weights that no step has changed."""
-        head, bad = self.whole_head(), []
-        bf16 = self.objective.dtype == torch.bfloat16
-        for batch in batches:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                loss, _ = self.objective(head, batch, steps)
-            parameters = [p for p in head.parameters() if p.requires_grad]
-            found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
-            bad.append(not all(bool(g.isfinite().all()) for g in found if g is not None))
-        self._refuse("gradient", batches, bad)
-
-    def _refuse(self, what: str, batches: list[PackedBatch], bad: list[bool]) -> NoReturn:
-        """End the run on every rank with the rows of all: none waits for one that stopped."""
-        own = [str(row) for b, faulty in zip(batches, bad, strict=True) if faulty for row in b.row_ids]
-        rows = gather_over_ranks(own)
-        told = [f"rows {', '.join(names)} of rank {r}" for r, names in enumerate(rows) if names]
-        where = "; ".join(told) or "of no batch alone, but of their sum"
-        raise ValueError(
-            f"the {what} of optimiser step {self.step} is not finite: {where}; check those "
-            f"rows' cached states for NaN (`doctor`) or lower train.lr={self.cfg.lr}; no weight "
-            "was changed by this step, and no checkpoint holds it"
-        )
+    def _require_finite(
+        self, norm: float, batches: list[PackedBatch], steps: int, scale: float
+    ) -> None:
+        if not math.isfinite(norm):
+            head, step = self.whole_head(), self.step
+            refuse_gradient(self.objective, head, batches, steps=steps, scale=scale, step=step)
 
     def _stage_zero_norm(self) -> float | None:
         """Global gradient norm before clipping where DeepSpeed keeps none (stage 0); its gradients
@@ -363,17 +340,8 @@ class Trainer:
         self.unimproved = gather_over_ranks(unimproved)[0]
 
     def whole_head(self) -> Head:
-        """The head with all its weights on every rank: itself, or at stage 3, where each rank keeps
-        shards and a forward pass puts them back there, a copy as of now. All ranks must call it."""
-        head = self.head
-        if self.cfg.zero_stage < 3:
-            return head
-        tensors = whole_weights(head, self.cfg.zero_stage, self.device)
-        whole = type(head)(head.config, head.target_config, head.draft_vocab_size)
-        if head.lm_head is not None:
-            whole.lm_head = nn.Parameter(tensors["lm_head"])
-        whole.load_state_dict(tensors)
-        return whole.to(self.device).train()
+        """The head with all its weights, see `state.whole_head`. All ranks must call it."""
+        return whole_head(self.head, self.cfg.zero_stage, self.device)
 
 
 def _due(step: int, every: int) -> bool:

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..models.heads import Head
 from .ranks import import_deepspeed, rank
 
 WEIGHTS = "weights.safetensors"
@@ -55,6 +56,19 @@ def whole_weights(head: nn.Module, zero_stage: int, device: torch.device) -> dic
         return {name: value.detach() for name, value in head.state_dict().items()}
     with import_deepspeed(device).zero.GatheredParameters(list(head.parameters())):
         return {name: value.detach().clone() for name, value in head.state_dict().items()}
+
+
+def whole_head(head: Head, zero_stage: int, device: torch.device) -> Head:
+    """The head with all its weights on every rank: itself, or at stage 3, where each rank keeps
+    shards and a forward pass puts them back there, a copy as of now. All ranks must call it."""
+    if zero_stage < 3:
+        return head
+    tensors = whole_weights(head, zero_stage, device)
+    whole = type(head)(head.config, head.target_config, head.draft_vocab_size)
+    if head.lm_head is not None:
+        whole.lm_head = nn.Parameter(tensors["lm_head"])
+    whole.load_state_dict(tensors)
+    return whole.to(device).train()
 
 
 def save_state(engine: Any, folder: Path) -> None:

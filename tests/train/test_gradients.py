@@ -52,8 +52,8 @@ def test_any_spread_of_the_rows_gives_the_same_gradient(
     target: Path, toy: ModuleType, tmp_path: Path, run_toy: Callable[..., list[str]]
 ) -> None:
     """Packed, unpacked, accumulated; on two ranks, also unevenly, with nothing supervised on one
-    and with a lone token, which trains nothing, on one; each at ZeRO 0 to 3: every parameter's gradient within 1e-6 of its norm
-    (85, 86)."""
+    and with a lone token, which trains nothing, on one; each at ZeRO 0 to 3: every parameter's
+    gradient within 1e-6 of its norm (85, 86)."""
     for name, batches in ALONE.items():
         for stage in STAGES:
             further = {"zero_stage": stage, "accumulation": len(batches)}

@@ -19,8 +19,8 @@ from draftsmith.data.batches import PackedBatch
 from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads import Head
 from draftsmith.models.trunk import Trunk
-from draftsmith.train.config import TrainConfig
 from draftsmith.train.checkpoint import damage
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer, TrainResult
 from draftsmith.train.metrics import read_metrics
 from draftsmith.train.objective import Objective
@@ -191,7 +191,9 @@ def test_a_gradient_that_is_not_finite_names_the_rows(
         checkpoint_every=1,
         zero_stage=zero_stage,
     )
-    with pytest.raises(ValueError, match=r"the gradient of optimiser step 1 .*: rows bad of rank 0;"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of optimiser step 1 .*: rows bad of rank 0;"
+    ):
         trainer.run()
     (kept,) = (tmp_path / "checkpoints").glob("step-*")
     assert kept.name == "step-00000001" and damage(kept) is None
@@ -233,11 +235,9 @@ def test_a_validation_that_fails_loses_no_step(
     assert told[0] == told[1] and len(told[0]) == 6
 
 
-def test_patience_ends_the_run(
-    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
-) -> None:
-    """Scores 1, 3, 2, 3 with patience 2: the run ends at the fourth validation, an equal score being
-    no better one. It stays ended, and goes on with more patience or more steps."""
+def test_patience_ends_the_run(trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path) -> None:
+    """Scores 1, 3, 2, 3 with patience 2: the run ends at the fourth validation, an equal score
+    being no better one. It stays ended, and goes on with more patience or more steps."""
     scores = iter([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.0])
 
     def run(**config: Any) -> TrainResult:

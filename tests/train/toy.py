@@ -185,9 +185,7 @@ def _lines(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def disturbed(
-    target: Path, out: Path, config: dict[str, Any], kills: list[str], ranks: int
-) -> int:
+def disturbed(target: Path, out: Path, config: dict[str, Any], kills: list[str], ranks: int) -> int:
     """Train in child processes that are killed with SIGKILL, one rank after the other: "delay" at a
     random moment after progress was made, "half" while a checkpoint is being written. Returns how
     many launches died so; the last one is left to finish."""
