@@ -35,8 +35,8 @@ from ..models.target import (
     torch_device,
 )
 from ..models.trunk import Trunk
-from ..train.loop import Trainer
-from ..train.ranks import barrier, largest_over_ranks, rank, set_apart, start
+from ..train.loop import Trainer, TrainResult
+from ..train.ranks import adopt_slurm, barrier, largest_over_ranks, rank, set_apart, start
 from ..train.tracker import Tracker
 from ..train.validation import Validator, summary
 from .app import Invocation, Verb
@@ -53,6 +53,10 @@ _FREE = (
     "validate_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "patience",
+    "accumulation",
+    "zero_stage",
+    "offload",
 )
 """Settings of `train` that may differ when a run goes on."""
 
@@ -60,6 +64,8 @@ _FREE = (
 def run(config: Config, invocation: Invocation) -> None:
     """Train, resume, or find the finished head."""
     artifacts = Artifacts.of(config)
+    if adopt_slurm(os.environ) and os.environ["RANK"] != "0":
+        invocation.console.quiet = True
     train(config, invocation)
     if rank() == 0:
         invocation.wrote(
@@ -114,11 +120,13 @@ def train(config: Config, invocation: Invocation) -> None:
             invocation.say(f"reused: train (key matches; step {done})")
         barrier()
         if not _finished(artifacts, identity, config):
-            step = _train(config, invocation, folder, marks, rows, feed, source)
+            result = _train(config, invocation, folder, marks, rows, feed, source)
             measured = _measured(artifacts, device)
             if rank() == 0:
-                record = {"identity": identity, "finished": step, "measured": measured}
-                atomic_write_json(artifacts.run, record)
+                ended = {"identity": identity, "finished": result.step, "measured": measured}
+                if result.stopped_early:
+                    ended["stopped_early"] = _end(config)
+                atomic_write_json(artifacts.run, ended)
             barrier()
 
 
@@ -130,8 +138,8 @@ def _train(
     rows: Rows,
     feed: Feed,
     start_from: LoadedHead | None,
-) -> int:
-    """From the first step, or the newest checkpoint, to the written head; the steps of both."""
+) -> TrainResult:
+    """From the first step, or the newest checkpoint, to the written head."""
     artifacts = Artifacts.of(config)
     device = torch_device(config.target.device)
     target_config = AutoConfig.from_pretrained(folder)
@@ -200,16 +208,16 @@ def _train(
         trainer.validate = watched(
             Validator(trainer.objective, held_out, acceptance), trainer, artifacts, invocation
         )
-    elif config.train.zero_stage == 3:
-        raise ValueError(
-            "train.zero_stage=3 keeps weights in shards, and whole ones are gathered for "
-            "validation alone: hold out some "
-            "rows (data.rows.holdout) and dump them, or use stage 0 to 2"
-        )
     result = trainer.run()
     if tracker is not None:
         tracker.finish()
+    weights = trainer.whole_head()
     if rank() == 0:
+        if result.stopped_early:
+            invocation.say(
+                f"ended at step {result.step}: train.patience={config.train.patience} validations "
+                "without a better score"
+            )
         if result.best is not None and artifacts.best.exists():
             _copy(artifacts.best, artifacts.head)
             score = result.best.score
@@ -218,11 +226,11 @@ def _train(
                 f"{score:.4f})"
             )
         else:
-            keep(artifacts.head, trainer.head, result.step, None)
+            keep(artifacts.head, weights, result.step, None)
             invocation.say(f"head: step {result.step}, not validated (nothing is held out)")
         draw_curves(artifacts)
         write_provenance(artifacts.train, invocation.resolved)
-    return result.step
+    return result
 
 
 def _measured(artifacts: Artifacts, device: torch.device) -> dict[str, float | None]:
@@ -310,7 +318,14 @@ def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) ->
         return False
     record = read_json(artifacts.run)
     done = record["finished"]
-    return record["identity"] == identity and done is not None and done >= config.train.max_steps
+    if record["identity"] != identity or done is None:
+        return False
+    return done >= config.train.max_steps or record.get("stopped_early") == _end(config)
+
+
+def _end(config: Config) -> dict[str, int]:
+    """What decides where a run ends; one that ended early goes on when it changes."""
+    return {"max_steps": config.train.max_steps, "patience": config.train.patience}
 
 
 def _held_out(config: Config, feed: Feed) -> list[Any] | None:

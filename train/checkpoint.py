@@ -2,27 +2,28 @@
 
 ```
 checkpoints/step-00000100/
-    mp_rank_00_model_states.pt ...   fp32 weights, optimiser (from ZeRO 1 a file a rank)
-    rng-00000.json                   random states of each rank
+    weights.safetensors              fp32 weights
+    optimizer-00000.safetensors ...  optimiser states, a file a rank (one file at ZeRO 0)
+    rng-00000.json ...               random states of each rank
     complete.json                    written last: step, data cursor, score; size and SHA-256 of the
                                      other files
 ```
 A folder without complete.json is half a checkpoint: it is reported, removed and never loaded. No
-"latest" file exists; the newest whole folder is found by its marker. DeepSpeed writes its files
-with torch.save and reads them with torch.load(weights_only=False), which unpickles; so a file is
-handed to it only when its SHA-256 equals the marker's, and a checkpoint from a source you do not
-trust must not be resumed from (share head folders instead: those are safetensors). Several nodes
-need one shared folder.
+"latest" file exists; the newest whole folder is found by its marker. Nothing is pickled, and
+`state` reads the files at any ZeRO stage and on any number of ranks. Several nodes need one shared
+folder.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import random
 import shutil
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ import torch
 
 from ..models.files import atomic_write_json, read_json, sha256_file
 from .ranks import barrier, rank, world_size
+from .state import load_state, save_state
 
-FORMAT = 1
+FORMAT = 2
 _MARKER = "complete.json"
 
 
@@ -48,6 +50,8 @@ class Checkpoint:
     score: float | None
     """What the best checkpoint is chosen by, higher is better; None where this step was not
     validated."""
+    unimproved: int
+    """Validations without a better score up to here, the last ones in a row."""
     world_size: int
     zero_stage: int
     config: dict[str, Any]
@@ -74,21 +78,21 @@ class Checkpoints:
         step: int,
         *,
         data: dict[str, Any],
-        score: float | None,
-        zero_stage: int,
+        unimproved: int = 0,
         config: dict[str, Any],
-        basis: str | None = None,
     ) -> Checkpoint:
-        """Write a checkpoint after `step` optimiser steps, then drop what need not be kept."""
+        """Write a checkpoint after `step` optimiser steps, then drop what need not be kept. Its
+        score is None until `judge` is told it."""
         folder = self.folder / f"step-{step:08d}"
         if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         barrier()
-        engine.save_checkpoint(str(self.folder), tag=folder.name, save_latest=False)
+        save_state(engine, folder)
         atomic_write_json(folder / f"rng-{rank():05d}.json", _random_state())
         barrier()
-        saved = Checkpoint(folder, step, data, score, world_size(), zero_stage, config, basis)
+        stage = engine.zero_optimization_stage()
+        saved = Checkpoint(folder, step, data, None, unimproved, world_size(), stage, config)
         if rank() == 0:
             files = {}
             for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -99,17 +103,30 @@ class Checkpoints:
                 "format": FORMAT,
                 "step": step,
                 "data": data,
-                "score": score,
+                "score": None,
+                "unimproved": unimproved,
                 "world_size": saved.world_size,
-                "zero_stage": zero_stage,
+                "zero_stage": stage,
                 "config": config,
-                "basis": basis,
+                "basis": None,
                 "files": files,
             }
             atomic_write_json(folder / _MARKER, marker)
             self._prune()
         barrier()
         return saved
+
+    def judge(
+        self, saved: Checkpoint, score: float, unimproved: int, basis: str | None = None
+    ) -> None:
+        """Add the score of a validation, and the hash of what it was measured with, to a checkpoint
+        in one stroke; then drop what need not be kept. The scores of rank 0 count."""
+        if rank() == 0:
+            marker = read_json(saved.folder / _MARKER)
+            marker |= {"score": score, "unimproved": unimproved, "basis": basis}
+            atomic_write_json(saved.folder / _MARKER, marker)
+            self._prune()
+        barrier()
 
     def whole(self) -> list[Checkpoint]:
         """Checkpoints with a marker, oldest first; contents are not verified."""
@@ -122,9 +139,8 @@ class Checkpoints:
                         f"{folder / _MARKER}: format {marker['format']}, this version reads "
                         f"{FORMAT}; resume with the version that wrote it, or use another folder"
                     )
-                fields = ("step", "data", "score", "world_size", "zero_stage", "config")
-                known = (marker[name] for name in fields)
-                found.append(Checkpoint(folder, *known, basis=marker.get("basis")))
+                names = [field.name for field in fields(Checkpoint)[1:]]
+                found.append(Checkpoint(folder, *(marker[name] for name in names)))
         return found
 
     def best(self) -> Checkpoint | None:
@@ -152,30 +168,10 @@ class Checkpoints:
             warnings.warn(f"{found.folder} is damaged and ignored: {fault}", stacklevel=2)
         return None
 
-    def load(self, engine: Any, found: Checkpoint, zero_stage: int) -> None:
-        """Put weights, optimiser and random states of a checkpoint back, bit for bit.
-
-        Raises:
-            ValueError: other ZeRO stage; or, from stage 1 on, another number of ranks.
-        """
-        if found.zero_stage != zero_stage:
-            raise ValueError(
-                f"{found.folder} was written with train.zero_stage={found.zero_stage}, this "
-                f"run has {zero_stage}; resume with train.zero_stage={found.zero_stage}"
-            )
-        if zero_stage > 0 and found.world_size != world_size():
-            raise ValueError(
-                f"{found.folder} holds optimiser shards of {found.world_size} ranks, this "
-                f"run has {world_size()}; resume with {found.world_size} "
-                "ranks (only train.zero_stage=0 checkpoints fit any number)"
-            )
-        path, _ = engine.load_checkpoint(
-            str(self.folder), tag=found.folder.name, load_lr_scheduler_states=False
-        )
-        if path is None:
-            raise ValueError(
-                f"{found.folder}: DeepSpeed finds no states in it; remove it and resume again"
-            )
+    def load(self, engine: Any, found: Checkpoint) -> None:
+        """Put weights, optimiser and random states of a checkpoint back: bit for bit where stage
+        and ranks are those that wrote it, else the same numbers held elsewhere."""
+        load_state(engine, found.folder)
         state = found.folder / f"rng-{rank():05d}.json"
         if state.exists():
             _restore_random_state(read_json(state))
@@ -223,6 +219,16 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What the block draws does not count."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _restore_random_state(state)
 
 
 def _random_state() -> dict[str, Any]:

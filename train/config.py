@@ -13,6 +13,9 @@ CHOICES = {
     "unroll_growth": ("jump", "linear"),
     "context": ("engine", "causal"),
     "precision": ("bf16", "fp32"),
+    "optimizer": ("adamw", "muon"),
+    "lr_schedule": ("cosine", "linear", "constant"),
+    "offload": ("none", "optimizer", "all"),
 }
 
 
@@ -56,29 +59,40 @@ class TrainConfig:
     """Micro-batches that a thread reads ahead on each rank; 0 reads each when it is needed."""
     accumulation: int = 1
     """Micro-batches per rank and optimiser step."""
+    optimizer: str = "adamw"
+    """adamw | muon: Muon on matrices, AdamW on vectors, embeddings and lm_head."""
     lr: float = 2e-3
-    """Peak learning rate."""
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 0.02
+    """Peak learning rate of what Muon trains: the spectral norm of one step."""
+    lr_schedule: str = "cosine"
+    """cosine | linear | constant: how the rate goes from its peak to its end, after the warm-up."""
     warmup_steps: int = 20
     """Linear warm-up."""
     min_lr_ratio: float = 0.05
-    """Where the cosine ends, as a share of `lr`."""
+    """Where the schedule ends, as a share of the peak; `constant` stays at the peak."""
     weight_decay: float = 0.0
-    """AdamW's, on matrices only."""
+    """Decoupled, on matrices only."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     zero_stage: int = 0
     """DeepSpeed ZeRO stage, 0 to 3."""
+    offload: str = "none"
+    """none | optimizer | all: keep the optimiser (ZeRO 1 to 3), or weights as well (ZeRO 3), in
+    host memory."""
     precision: str = "bf16"
     """bf16: autocast over fp32 weights; fp32: no autocast."""
     log_every: int = 10
-    """Steps between metrics lines."""
+    """Steps between metrics lines; a validation has one before it, too."""
     validate_every: int = 200
     """Steps between validations; 0 validates at the end only. The validated weights are always
     checkpointed."""
     checkpoint_every: int = 200
     """Steps between checkpoints; 0 checkpoints where it validates only."""
+    patience: int = 0
+    """Validations in a row without a better score that end the run; 0 never ends it early."""
     keep_checkpoints: int = 2
     """Newest checkpoints to keep; the best is kept besides."""
     seed: int = 0
@@ -101,6 +115,7 @@ class TrainConfig:
             "warmup_steps",
             "validate_every",
             "checkpoint_every",
+            "patience",
             "grad_clip",
             "weight_decay",
             "feature_noise",
@@ -118,10 +133,9 @@ class TrainConfig:
                 raise ValueError(
                     f"train.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}"
                 )
-        self._check_step_weights()
-        self._warn_of_ignored()
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"train.lr={self.lr}: must be a positive number")
+        for name in ("lr", "muon_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name}={getattr(self, name)}: must be a positive number")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas={self.betas}: must be two numbers in [0, 1)")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -132,6 +146,9 @@ class TrainConfig:
             )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"train.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
+        self._check_step_weights()
+        self._refuse_combinations()
+        self._warn_of_ignored()
 
     def _check_step_weights(self) -> None:
         weights = self.step_weights
@@ -152,6 +169,30 @@ class TrainConfig:
             raise ValueError(
                 f"{place}: train.unroll_warmup={self.unroll_warmup} begins with unroll step 0, "
                 "whose weight is 0; give it a weight, or no warm-up"
+            )
+
+    def _refuse_combinations(self) -> None:
+        if self.patience and not self.validate_every:
+            raise ValueError(
+                f"train.patience={self.patience} counts validations, and train.validate_every=0 "
+                "has none before the end; give validate_every, or patience=0"
+            )
+        needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"train.offload={self.offload} needs train.zero_stage={needed} or more, and it is "
+                f"{self.zero_stage}: DeepSpeed moves only what a stage has sharded"
+            )
+        if self.optimizer == "muon" and self.offload != "none":
+            raise ValueError(
+                f"train.optimizer=muon with train.offload={self.offload}: its momentum stays on "
+                "the device; use offload=none, or adamw"
+            )
+        if self.optimizer == "muon" and self.zero_stage > 0 and self.grad_clip > 0:
+            raise ValueError(
+                f"train.optimizer=muon with train.zero_stage={self.zero_stage} and "
+                f"train.grad_clip={self.grad_clip}: DeepSpeed would clip Muon's finished step "
+                "instead of the gradient; set grad_clip=0, or zero_stage=0"
             )
 
     def _warn_of_ignored(self) -> None:

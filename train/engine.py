@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..data.batches import PackedBatch
@@ -33,6 +34,9 @@ def make_engine(head: Head, objective: Objective, cfg: TrainConfig) -> Any:
     head: on the trunk's device, fp32. The process group must be up (`ranks.start`).
     """
     deepspeed = import_deepspeed(objective.trunk.device)
+    if cfg.optimizer == "muon" and objective.trunk.device.type == "cpu":
+        # DeepSpeed compiles Muon's step with inductor, which takes minutes here.
+        torch.compiler.set_stance("force_eager")
     with quiet_imports():
         return deepspeed.initialize(
             model=_Learner(head, objective),
@@ -44,20 +48,26 @@ def make_engine(head: Head, objective: Objective, cfg: TrainConfig) -> Any:
 def deepspeed_config(cfg: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's configuration of a run. The learning rate is set by the loop each step, and no
     scheduler is used."""
-    adam = {
-        "lr": cfg.lr,
-        "betas": list(cfg.betas),
-        "eps": 1e-8,
-        "weight_decay": cfg.weight_decay,
-        "torch_adam": True,
-        "adam_w_mode": True,
-    }
+    adam = {"betas": list(cfg.betas), "eps": 1e-8, "torch_adam": True, "adam_w_mode": True}
+    muon = {"muon_lr": cfg.muon_lr, "adam_lr": cfg.lr, "momentum": 0.95}
+    zero: dict[str, Any] = {"stage": cfg.zero_stage, "overlap_comm": False}
+    if cfg.optimizer == "muon":
+        zero["reduce_scatter"] = False  # Muon needs whole gradients
+    if cfg.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if cfg.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": cfg.accumulation,
         "gradient_clipping": cfg.grad_clip,
-        "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {"stage": cfg.zero_stage, "overlap_comm": False},
+        "optimizer": {
+            "type": "Muon" if cfg.optimizer == "muon" else "AdamW",
+            "params": adam | (muon if cfg.optimizer == "muon" else {"lr": cfg.lr}),
+        },
+        "zero_optimization": zero,
+        # torch's AdamW on the host too: DeepSpeed's own is compiled on first use.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
     if cfg.precision == "bf16":
@@ -69,6 +79,13 @@ def deepspeed_config(cfg: TrainConfig) -> dict[str, Any]:
             "lower_precision_safe_modules": [],
         }
     return config
+
+
+def set_rate(engine: Any, rate: float, cfg: TrainConfig) -> None:
+    """Set the learning rate: AdamW's is `rate`, Muon's the same share of its own peak."""
+    for group in engine.optimizer.param_groups:
+        muon = group.get("use_muon", False)
+        group["lr"] = rate * cfg.muon_lr / cfg.lr if muon else rate
 
 
 def _parameter_groups(head: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -14,24 +14,26 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..data.batches import PackedBatch
 from ..models.heads import Head
 from ..models.trunk import Trunk
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import Checkpoint, Checkpoints, random_state_kept
 from .config import TrainConfig
-from .engine import make_engine
+from .engine import make_engine, set_rate
+from .guard import refuse_gradient, require_finite_losses
 from .metrics import MetricsFile
 from .objective import Objective
-from .ranks import import_deepspeed, rank, start, sum_over_ranks, world_size
+from .ranks import gather_over_ranks, rank, start, sum_over_ranks, world_size
 from .reader import Reader
 from .schedule import lr_at
+from .state import whole_head
 from .tracker import Tracker
 from .window import Window
 
@@ -67,6 +69,8 @@ class TrainResult:
     """The checkpoint of the highest validation score."""
     validation: dict[str, Any] | None
     """Figures of the last validation."""
+    stopped_early: bool = False
+    """Whether cfg.patience ended the run."""
 
 
 class Trainer:
@@ -129,23 +133,27 @@ class Trainer:
         self.step = 0
         self.cursor = 0
         self.tokens = 0
+        self.unimproved = 0
         self.last_validation: dict[str, Any] | None = None
         self._window = Window(cfg.steps, self.device)
         self._told_of_waiting = False
 
     def run(self) -> TrainResult:
-        """Resume what lies in `out`, train to cfg.max_steps, validate and checkpoint the end.
+        """Resume what lies in `out`, train to cfg.max_steps or until cfg.patience ends it; the end
+        is checkpointed and validated.
 
         Raises:
-            ValueError: a batch gave a loss that is not finite (its rows are named; no weight was
-            changed by it).
+            ValueError: a batch gave a loss or a gradient that is not finite (its rows are named; no
+            weight was changed by it).
         """
-        self.resume()
+        found = self.resume()
         if self.step > self.cfg.max_steps:
             raise ValueError(
                 f"train.max_steps={self.cfg.max_steps}: this run has done {self.step} steps "
                 "already; give a larger number, or another work folder"
             )
+        if found is not None and found.score is None and self._validates():
+            self._validate(found)  # it was killed, or failed, in the validation of this step
         bar = tqdm(
             total=self.cfg.max_steps,
             initial=self.step,
@@ -155,11 +163,10 @@ class Trainer:
         )
         with Reader(self._read, self._own_batches(), self.cfg.prefetch) as reader, bar:
             self._window.restart()
-            while self.step < self.cfg.max_steps:
+            while self.step < self.cfg.max_steps and not self._out_of_patience():
                 self._one_step(reader)
                 bar.update()
-                last = self.step == self.cfg.max_steps
-                if last or self.step % self.cfg.log_every == 0:
+                if self._last() or self._validates() or self.step % self.cfg.log_every == 0:
                     record = self._log()
                     bar.set_postfix(
                         loss=f"{record['loss']:.3f}",
@@ -167,19 +174,40 @@ class Trainer:
                         wait=f"{record['wait_share']:.1%}",
                         refresh=False,
                     )
-                self._validate_and_checkpoint(last)
-        return TrainResult(self.step, self.tokens, self.checkpoints.best(), self.last_validation)
+                self._checkpoint_and_validate()
+        return TrainResult(
+            self.step,
+            self.tokens,
+            self.checkpoints.best(),
+            self.last_validation,
+            self._out_of_patience() and self.step < self.cfg.max_steps,
+        )
 
     def resume(self) -> Checkpoint | None:
         """Load the newest whole checkpoint in `out`, if any, and cut metrics.jsonl back to it."""
         found = self.checkpoints.latest()
         if found is not None:
             _warn_of_changes(found, self.cfg)
-            self.checkpoints.load(self.engine, found, self.cfg.zero_stage)
+            self.checkpoints.load(self.engine, found)
             self.step, self.cursor = found.step, self.plan.load_state_dict(found.data)
+            # More steps than it was stopped for are a new chance.
+            same_end = found.config["max_steps"] == self.cfg.max_steps
+            self.unimproved = found.unimproved if same_end else 0
         if rank() == 0:
-            self.metrics.truncate_after(self.step)
+            validated = found is not None and found.score is not None
+            self.metrics.truncate_after(self.step, validated=validated)
         return found
+
+    def _last(self) -> bool:
+        return self.step == self.cfg.max_steps
+
+    def _validates(self) -> bool:
+        """Whether the weights after this step are validated."""
+        due = self._last() or _due(self.step, self.cfg.validate_every)
+        return self.validate is not None and due
+
+    def _out_of_patience(self) -> bool:
+        return 0 < self.cfg.patience <= self.unimproved
 
     def _own_batches(self) -> range:
         """Global indices of the batches that this rank trains from here to the end."""
@@ -199,8 +227,7 @@ class Trainer:
             read = own.new_tensor(float(sum(batch.tokens.numel() for batch in batches)))
             totals = torch.stack([own.sum(), read, (own == 0).sum()]).double()
             weight, num_tokens, unsupervised = sum_over_ranks(totals).tolist()
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.engine, rate, cfg)
         # DeepSpeed averages over ranks and accumulation; undo both, then divide by what was
         # supervised anywhere.
         scale = world_size() * cfg.accumulation / weight if weight > 0 else 0.0
@@ -214,44 +241,37 @@ class Trainer:
             with window.phase("backward"):
                 self.engine.backward(loss * scale)
             if number + 1 == len(batches):
-                self._check_losses(losses, batches)
+                require_finite_losses(losses, batches, self.step)
                 norm = self._stage_zero_norm()
+                if norm is not None:
+                    self._require_finite(norm, batches, steps, scale)
             with window.phase("step"):
                 self.engine.step()
-        window.norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
-        if not math.isfinite(window.norm):
-            self._refuse("gradient norm", batches)
+        # From stage 1 on DeepSpeed skips the optimiser's step by itself, and gives infinity.
+        window.norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        self._require_finite(window.norm, batches, steps, scale)
         window.tokens += int(num_tokens)
         window.unsupervised += int(unsupervised)
         self.tokens += int(num_tokens)
         self.cursor += cfg.accumulation * world_size()
         self.step += 1
 
-    def _check_losses(self, losses: list[Tensor], batches: list[PackedBatch]) -> None:
-        """Refuse before the optimiser steps; every rank learns of it, so none waits for one that
-        stopped."""
-        bad = ~torch.stack(losses).isfinite()
-        if bool(sum_over_ranks(bad.sum().double()) > 0):
-            self._refuse(
-                "loss", [b for b, is_bad in zip(batches, bad.tolist(), strict=True) if is_bad]
-            )
+    def _require_finite(
+        self, norm: float, batches: list[PackedBatch], steps: int, scale: float
+    ) -> None:
+        if not math.isfinite(norm):
+            head, step = self.whole_head(), self.step
+            refuse_gradient(self.objective, head, batches, steps=steps, scale=scale, step=step)
 
-    def _refuse(self, what: str, batches: list[PackedBatch]) -> NoReturn:
-        rows = ", ".join(str(row) for batch in batches for row in batch.row_ids)
-        where = f"rows {rows} of rank {rank()}" if rows else "a batch of another rank"
-        raise ValueError(
-            f"the {what} of optimiser step {self.step} is not finite: {where}; check those "
-            f"rows' cached states for NaN (`doctor`) or lower train.lr={self.cfg.lr}; no "
-            "checkpoint holds this step"
-        )
-
-    def _stage_zero_norm(self) -> Tensor | None:
+    def _stage_zero_norm(self) -> float | None:
         """Global gradient norm before clipping where DeepSpeed keeps none (stage 0); its gradients
         are averaged already."""
         if self.cfg.zero_stage > 0:
             return None
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in self.head.parameters() if p.grad is not None]
+        return float(
+            torch.nn.utils.get_total_norm(
+                [p.grad for p in self.head.parameters() if p.grad is not None]
+            )
         )
 
     def _log(self) -> dict[str, Any]:
@@ -291,34 +311,42 @@ class Trainer:
             else:
                 self.tracker.log(record["step"], {record["kind"]: figures})
 
-    def _validate_and_checkpoint(self, last: bool) -> None:
-        cfg, score, basis = self.cfg, None, None
-        validates = self.validate is not None and (last or _due(self.step, cfg.validate_every))
-        if validates and self.validate is not None:
-            best, head = self.checkpoints.best(), self.whole_head()
+    def _checkpoint_and_validate(self) -> None:
+        """Weights first, then their judgement: a validation that fails or is killed loses none."""
+        validates = self._validates()
+        if not (validates or self._last() or _due(self.step, self.cfg.checkpoint_every)):
+            return
+        saved = self.checkpoints.save(
+            self.engine,
+            self.step,
+            data=self.plan.state_dict(self.cursor),
+            unimproved=self.unimproved,
+            config=asdict(self.cfg),
+        )
+        if validates:
+            self._validate(saved)
+        self._window.forget_time()
+
+    def _validate(self, saved: Checkpoint) -> None:
+        """Judge the weights of a checkpoint, which is given the score once all of it is written."""
+        assert self.validate is not None
+        best = self.checkpoints.best()
+        with random_state_kept():
+            head = self.whole_head()
             figures = self.last_validation = self.validate(head)
-            score, basis = float(figures["score"]), figures.get("basis")
-            if best is not None and best.basis != basis:
-                self._tell_of_another_basis(best, figures)
-                best = None
-            if rank() == 0:
-                self._write({"kind": "validation", "step": self.step, **figures})
-                if self.on_best is not None and (
-                    best is None or best.score is None or score >= best.score
-                ):
-                    self.on_best(head, self.step, figures)
-        if validates or last or _due(self.step, cfg.checkpoint_every):
-            data = self.plan.state_dict(self.cursor)
-            self.checkpoints.save(
-                self.engine,
-                self.step,
-                data=data,
-                score=score,
-                zero_stage=cfg.zero_stage,
-                config=asdict(cfg),
-                basis=basis,
-            )
-            self._window.forget_time()
+        score, basis = float(figures["score"]), figures.get("basis")
+        if best is not None and best.basis != basis:
+            self._tell_of_another_basis(best, figures)
+            best = None
+        known = None if best is None else best.score
+        unimproved = 0 if known is None or score > known else self.unimproved + 1
+        if rank() == 0:
+            self._write({"kind": "validation", "step": self.step, **figures})
+            if self.on_best is not None and (known is None or score >= known):
+                self.on_best(head, self.step, figures)
+        self.checkpoints.judge(saved, score, unimproved, basis)
+        # Rank 0 alone has measured in the engine, so its score decides for all.
+        self.unimproved = gather_over_ranks(unimproved)[0]
 
     def _tell_of_another_basis(self, best: Checkpoint, figures: dict[str, Any]) -> None:
         """Warn where the best so far was measured otherwise. The next best is of the new basis, so
@@ -333,18 +361,8 @@ class Trainer:
             )
 
     def whole_head(self) -> Head:
-        """The head with all its weights on every rank: itself, or at stage 3, where each rank keeps
-        shards and a forward pass puts them back there, a copy as of now. All ranks must call it."""
-        head = self.head
-        if self.cfg.zero_stage < 3:
-            return head
-        with import_deepspeed(self.device).zero.GatheredParameters(list(head.parameters())):
-            tensors = {name: value.detach().clone() for name, value in head.state_dict().items()}
-        whole = type(head)(head.config, head.target_config, head.draft_vocab_size)
-        if head.lm_head is not None:
-            whole.lm_head = nn.Parameter(tensors["lm_head"])
-        whole.load_state_dict(tensors)
-        return whole.to(self.device).train()
+        """The head with all its weights, see `state.whole_head`. All ranks must call it."""
+        return whole_head(self.head, self.cfg.zero_stage, self.device)
 
 
 def _due(step: int, every: int) -> bool:
@@ -358,7 +376,6 @@ def _seed(seed: int) -> None:
 
 
 def _warn_of_changes(found: Checkpoint, cfg: TrainConfig) -> None:
-
     now = asdict(cfg)
     now["betas"] = list(cfg.betas)
     now["step_weights"] = None if cfg.step_weights is None else list(cfg.step_weights)

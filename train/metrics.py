@@ -26,16 +26,18 @@ class MetricsFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int, *, validated: bool = True) -> int:
         """Drop lines past optimiser step `step` and a torn last line; returns how many lines went.
 
         A run that is resumed from step S repeats what came after S, so the lines of the first try
-        must go.
+        must go; without `validated` it repeats the validation of S as well.
         """
         if not self.path.exists():
             return 0
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [json.dumps(r) for r in read_metrics(self.path) if r["step"] <= step]
+        limits = {"train": step, "validation": step if validated else step - 1}
+        records = read_metrics(self.path)
+        kept = [json.dumps(r) for r in records if r["step"] <= limits[r["kind"]]]
         if len(kept) < len(lines):
             atomic_write_text(self.path, "".join(line + "\n" for line in kept))
         return len(lines) - len(kept)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,6 +35,32 @@ class Roles:
     servers: int
     server: int | None
     master: str
+
+
+def adopt_slurm(environment: MutableMapping[str, str]) -> bool:
+    """Inside an srun step of several tasks, announce the launch as torchrun would; whether it is
+    one. A batch script outside a step has SLURM_NTASKS too, and is one process.
+
+    RANK, WORLD_SIZE, LOCAL_RANK come from Slurm's counts; MASTER_ADDR is the first host of the
+    step, MASTER_PORT follows from the job and step numbers. What is set already stays.
+    """
+    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return False
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    number = int(environment["SLURM_JOB_ID"]) + 97 * int(environment.get("SLURM_STEP_ID", "0"))
+    environment.setdefault("MASTER_ADDR", first_host(hosts))
+    environment.setdefault("MASTER_PORT", str(20000 + number % 10000))
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
+    environment["RANK"] = environment["SLURM_PROCID"]
+    return True
+
+
+def first_host(hosts: str) -> str:
+    """The first of a Slurm host list: `gpu[007-012,20],cpu1` -> `gpu007`."""
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert entry is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", entry[0])
 
 
 def set_apart(servers: int) -> Roles:
@@ -138,6 +165,14 @@ def largest_over_ranks(values: Tensor) -> Tensor:
     """The largest of each over all ranks, in place; the same on every rank."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def gather_over_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks; the same on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from draftsmith.train.config import TrainConfig
 
+MUON = {"optimizer": "muon"}
+
 
 @pytest.mark.parametrize(
     ("field", "value"),
@@ -44,12 +46,33 @@ from draftsmith.train.config import TrainConfig
         ("draft_vocab_size", 0),
         ("zero_stage", 4),
         ("precision", "fp16"),
+        ("optimizer", "sgd"),
+        ("muon_lr", 0.0),
+        ("lr_schedule", "wsd"),
+        ("offload", "nvme"),
+        ("patience", -1),
     ],
 )
 def test_a_value_out_of_range_is_named(field: str, value: Any) -> None:
     """The refusal names the option as it is written on the command line, and the value."""
     with pytest.raises(ValueError, match=re.escape(f"train.{field}={value!r}")):
         TrainConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("told", "settings"),
+    [
+        ("patience=2 counts", {"patience": 2, "validate_every": 0}),
+        ("offload=optimizer needs train.zero_stage=1", {"offload": "optimizer"}),
+        ("offload=all needs train.zero_stage=3", {"offload": "all", "zero_stage": 2}),
+        ("offload=optimizer: its momentum", {"offload": "optimizer", "zero_stage": 1} | MUON),
+        ("grad_clip=1.0: DeepSpeed would clip", {"zero_stage": 1} | MUON),
+    ],
+)
+def test_settings_that_do_not_go_together(told: str, settings: dict[str, Any]) -> None:
+    """Both settings stand in the refusal, and what to do."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        TrainConfig(**settings)
 
 
 def test_step_weights_fall_geometrically() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.data.batches import PackedBatch
 from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads import Head
 from draftsmith.models.trunk import Trunk
+from draftsmith.train.checkpoint import damage
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.loop import Trainer
+from draftsmith.train.loop import Trainer, TrainResult
 from draftsmith.train.metrics import read_metrics
+from draftsmith.train.objective import Objective
 from draftsmith.train.schedule import lr_at
 from draftsmith.train.unroll import unroll
 from draftsmith.train.validation import Validator
@@ -144,6 +148,113 @@ def test_a_loss_that_is_not_finite_names_the_rows(
         trainer.run()
     assert not any((tmp_path / "checkpoints").glob("step-*"))
     assert all(bool(value.isfinite().all()) for value in head.state_dict().values())
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, whose derivative is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+        return grad[0] * float("nan")
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_names_the_rows(
+    trunk: Trunk,
+    target: Path,
+    toy: ModuleType,
+    tmp_path: Path,
+    zero_stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A finite loss whose gradient is NaN: the run stops with the rows, no weight has moved, and
+    the checkpoint before is the newest and whole."""
+    real = Objective.__call__
+
+    def poisoned(self: Objective, head: Head, batch: PackedBatch, steps: int) -> Any:
+        loss, stats = real(self, head, batch, steps)
+        return _NoGradient.apply(loss) if batch.row_ids == ("bad",) else loss, stats
+
+    monkeypatch.setattr(Objective, "__call__", poisoned)
+    good, bad = (toy.packed([toy.random_row(1, 20)], [name]) for name in ("good", "bad"))
+    trainer = _trainer(
+        trunk,
+        toy.make_head(target),
+        _Listed([good, good, good, bad]),
+        tmp_path,
+        accumulation=2,
+        max_steps=3,
+        checkpoint_every=1,
+        zero_stage=zero_stage,
+    )
+    with pytest.raises(
+        ValueError, match=r"the gradient of optimiser step 1 .*: rows bad of rank 0;"
+    ):
+        trainer.run()
+    (kept,) = (tmp_path / "checkpoints").glob("step-*")
+    assert kept.name == "step-00000001" and damage(kept) is None
+    weights = load_file(kept / "weights.safetensors")
+    for name, value in trainer.whole_head().state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_a_validation_that_fails_loses_no_step(
+    trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path
+) -> None:
+    """The weights are written before they are judged; the next run judges them first, and ends as
+    an undisturbed one with each validation logged once."""
+    options = {"max_steps": 4, "validate_every": 2}
+    failing = iter([True, False, True, False])
+
+    def validate(head: Head) -> dict[str, Any]:
+        torch.rand(5), random.random()  # what it draws does not count
+        if next(failing):
+            raise RuntimeError("the engine broke")
+        return {"score": float(head.get_parameter("blocks.0.norm.weight").detach().sum())}
+
+    def run(out: Path, judge: Callable[[Head], dict[str, Any]]) -> Tensor:
+        head = toy.make_head(target)
+        _trainer(trunk, head, toy.NoisePlan(), out, validate=judge, **options).run()
+        return torch.cat([torch.rand(3), *(p.detach().flatten() for p in head.parameters())])
+
+    for done in (2, 4):
+        with pytest.raises(RuntimeError, match="broke"):
+            run(tmp_path / "failing", validate)
+        newest = sorted((tmp_path / "failing" / "checkpoints").glob("step-*"))[-1]
+        assert newest.name == f"step-{done:08d}"
+        assert json.loads((newest / "complete.json").read_text())["score"] is None
+    ended = run(tmp_path / "failing", validate)
+    failing = iter([False, False])
+    assert torch.equal(ended, run(tmp_path / "calm", validate))
+    lines = [list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("failing", "calm")]
+    told = [[(r["kind"], r["step"], r.get("score")) for r in records] for records in lines]
+    assert told[0] == told[1] and len(told[0]) == 6
+
+
+def test_patience_ends_the_run(trunk: Trunk, target: Path, toy: ModuleType, tmp_path: Path) -> None:
+    """Scores 1, 3, 2, 3 with patience 2: the run ends at the fourth validation, an equal score
+    being no better one. It stays ended, and goes on with more patience or more steps."""
+    scores = iter([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.0])
+
+    def run(**config: Any) -> TrainResult:
+        options = {"max_steps": 40, "validate_every": 2, "log_every": 5, "patience": 2} | config
+        judge = lambda head: {"score": next(scores)}  # noqa: E731
+        head = toy.make_head(target)
+        return _trainer(trunk, head, toy.NoisePlan(), tmp_path, validate=judge, **options).run()
+
+    ended = run()
+    assert ended.stopped_early and ended.step == 8
+    assert ended.best is not None and (ended.best.step, ended.best.score) == (8, 3.0)
+    again = run()
+    assert again.stopped_early and (again.step, again.tokens) == (8, 0)
+    with pytest.warns(UserWarning, match=r"train\.patience=3"):
+        assert run(patience=3).step == 10
+    with pytest.warns(UserWarning, match=r"train\.max_steps=60"):
+        assert run(max_steps=60, patience=3).step == 16
 
 
 def test_the_trunk_stays_as_it_was_and_out_of_every_file(

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from draftsmith.train.ranks import Meeting, set_apart
+from draftsmith.train.ranks import Meeting, adopt_slurm, first_host, set_apart
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +138,51 @@ def test_alone_there_is_nobody_to_meet() -> None:
     assert Meeting().share(lambda: 5) == [5]
     with pytest.raises(ZeroDivisionError):
         Meeting().share(lambda: 1 // 0)
+
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+}
+
+
+def test_a_slurm_step_is_a_launch() -> None:
+    """Task 11 of two nodes is rank 11 of 16 and the fourth of its node; all tasks meet at one
+    place, which the user may choose."""
+    environment = dict(STEP)
+    assert adopt_slurm(environment)
+    assert {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
+        "RANK": "11",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+    }
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("gpu007", "24808")
+    own = STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    assert adopt_slurm(own)
+    assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("head", "29500")
+
+
+def test_what_is_no_slurm_launch_stays_as_it_is() -> None:
+    """torchrun inside a job, a step of one task, a batch script, no Slurm at all."""
+    batch = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}
+    for environment in (STEP | {"RANK": "0"}, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, batch, {}):
+        before = dict(environment)
+        assert not adopt_slurm(environment) and environment == before
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[007-012,20],cpu1", "gpu007"),
+        ("a,b[1-2]", "a"),
+        ("rack[2-3]n[04,06]-ib,x", "rack2n04-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    """Slurm's own short form, with the zeros it has."""
+    assert first_host(hosts) == first

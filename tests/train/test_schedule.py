@@ -25,6 +25,20 @@ def test_cosine_falls_to_the_floor_and_stays() -> None:
     assert all(a > b for a, b in zip(falling, falling[1:], strict=False))
 
 
+def test_linear_and_constant() -> None:
+    """The same warm-up; half way to the floor half way; or no fall at all."""
+    linear, constant = (
+        TrainConfig(max_steps=100, warmup_steps=10, lr=1e-3, min_lr_ratio=0.1, lr_schedule=kind)
+        for kind in ("linear", "constant")
+    )
+    for cfg in (linear, constant):
+        assert [lr_at(step, cfg) for step in range(11)] == [lr_at(step, CFG) for step in range(11)]
+    assert lr_at(55, linear) == pytest.approx((1e-3 + 1e-4) / 2)
+    assert lr_at(28, linear) == pytest.approx(1e-3 - 0.2 * 9e-4)
+    assert lr_at(100, linear) == pytest.approx(1e-4)
+    assert lr_at(99, constant) == lr_at(5000, constant) == 1e-3
+
+
 def test_neither_warm_up_nor_decay_may_be_empty_of_meaning() -> None:
     """No warm-up starts at the peak; a run of warm-up alone does not divide by zero."""
     assert lr_at(0, TrainConfig(warmup_steps=0, lr=0.5)) == 0.5

@@ -3,10 +3,12 @@ own.
 
 python toy.py '{"target": FOLDER, "runs": [{"out": FOLDER, "config": {...}}, ...]}'
     train, one run after the other; final weights to out/final.safetensors; "eagle3": true in a run
-    trains a head that fuses two boundaries and has an lm_head of its own
+    trains a head that fuses two boundaries and has an lm_head of its own; "batches": the batches in
+    turn, each a list of rows [seed, length, whether anything is supervised]; "stop": the run ends
+    like a failing one before it reads the batches of that step
 python toy.py '{"target": FOLDER, "out": FOLDER, "config": {...}, "undisturbed": FOLDER, "kills":
-    ["delay", "half", ...]}' one run killed and resumed, beside an undisturbed one; both end in
-    final.safetensors
+    ["delay", "half", ...], "ranks": N}' one run killed and resumed, beside an undisturbed one; both
+    end in final.safetensors
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -61,8 +64,11 @@ class NoisePlan:
     def __init__(self, rows: int = 2, boundaries: int = 1) -> None:
         self.num_rows = rows
         self.width = 64 * boundaries
+        self.end: int | None = None
 
     def batch(self, index: int) -> PackedBatch:
+        if self.end is not None and index >= self.end:
+            raise Stop
         rows = [
             random_row(1000 * index + i, 9 + (7 * index + 5 * i) % 23, self.width)
             for i in range(self.num_rows)
@@ -76,6 +82,18 @@ class NoisePlan:
         return int(state["cursor"])
 
 
+class ListedPlan(NoisePlan):
+    """The given batches in turn; each a list of (seed, length, supervised) rows."""
+
+    def __init__(self, batches: list[list[tuple[int, int, bool]]]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def batch(self, index: int) -> PackedBatch:
+        rows = [(*random_row(seed, n), told) for seed, n, told in self.batches[index]]
+        return packed([(tokens, mask & told, states) for tokens, mask, states, told in rows])
+
+
 def make_head(target: Path, seed: int = 0) -> MTPHead:
     """A randomly initialised head of the target's family."""
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +101,18 @@ def make_head(target: Path, seed: int = 0) -> MTPHead:
         return MTPHead(HeadConfig(), AutoConfig.from_pretrained(target))
 
 
-def train(target: Path, out: Path, eagle3: bool = False, **config: Any) -> TrainResult:
+class Stop(Exception):
+    """A run is made to fail here."""
+
+
+def train(
+    target: Path,
+    out: Path,
+    eagle3: bool = False,
+    batches: Any = None,
+    stop: int | None = None,
+    **config: Any,
+) -> TrainResult | None:
     """Train on noise; the head's final weights go to out/final.safetensors (from rank 0)."""
     torch.set_num_threads(1)
     head: Head = make_head(target)
@@ -92,34 +121,57 @@ def train(target: Path, out: Path, eagle3: bool = False, **config: Any) -> Train
         boundaries = (0, 1, 2)
         torch.manual_seed(0)
         head = build_head(HeadConfig("eagle3", boundaries=(0, 1)), target, 1.0)
+    plan = ListedPlan(batches) if batches else NoisePlan(boundaries=len(boundaries))
     trainer = Trainer(
         head,
         Trunk.load(target, torch.float32),
-        NoisePlan(boundaries=len(boundaries)),
+        plan,
         TrainConfig(**config),
         out,
         boundaries=boundaries,
         progress=False,
     )
-    result = trainer.run()
+    if stop is not None:
+        plan.end = stop * trainer.cfg.accumulation * int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        result = trainer.run()
+    except Stop:
+        return None
+    weights = trainer.whole_head().state_dict()
     if os.environ.get("RANK", "0") == "0":
         save_file(
-            {name: value.detach().contiguous() for name, value in head.state_dict().items()},
+            {name: value.detach().contiguous() for name, value in weights.items()},
             out / "final.safetensors",
         )
     return result
 
 
-def _child(target: Path, out: Path, config: dict[str, Any]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            train(target, out, **config)
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
+def _launch(target: Path, out: Path, config: dict[str, Any], ranks: int) -> list[int]:
+    """Process ids of a run's ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                if ranks > 1:
+                    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+                    os.environ["MASTER_ADDR"] = "127.0.0.1"
+                train(target, out, **config)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    return pids
+
+
+def _finish(pids: list[int], what: str) -> None:
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert not any(statuses), f"{what} failed"
 
 
 def _half_checkpoint(out: Path) -> bool:
@@ -133,15 +185,15 @@ def _lines(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def disturbed(target: Path, out: Path, config: dict[str, Any], kills: list[str]) -> int:
-    """Train in child processes that are killed with SIGKILL: "delay" at a random moment after
-    progress was made, "half" while a checkpoint is being written. Returns how many died so; the
-    last one is left to finish."""
+def disturbed(target: Path, out: Path, config: dict[str, Any], kills: list[str], ranks: int) -> int:
+    """Train in child processes that are killed with SIGKILL, one rank after the other: "delay" at a
+    random moment after progress was made, "half" while a checkpoint is being written. Returns how
+    many launches died so; the last one is left to finish."""
     chance, died = random.Random(5), 0
     for kind in kills:
         before = _lines(out)
-        pid = _child(target, out, config)
-        limit = time.monotonic() + 20
+        pids = _launch(target, out, config, ranks)
+        limit = time.monotonic() + 40
         while time.monotonic() < limit and _lines(out) <= before:
             time.sleep(0.002)
         if kind == "delay":
@@ -149,10 +201,11 @@ def disturbed(target: Path, out: Path, config: dict[str, Any], kills: list[str])
         else:
             while time.monotonic() < limit and not _half_checkpoint(out):
                 pass
-        os.kill(pid, signal.SIGKILL)
-        died += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-    _, status = os.waitpid(_child(target, out, config), 0)
-    assert status == 0, "the last run failed"
+        for pid in chance.sample(pids, ranks):
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0.0, 0.02) if ranks > 1 else 0.0)
+        died += any([os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in pids])
+    _finish(_launch(target, out, config, ranks), "the last run")
     return died
 
 
@@ -160,15 +213,16 @@ def main(spec: dict[str, Any]) -> None:
     target = Path(spec["target"])
     if "runs" in spec:
         for run in spec["runs"]:
-            train(target, Path(run["out"]), run.get("eagle3", False), **run["config"])
+            extra = {name: run[name] for name in ("eagle3", "batches", "stop") if name in run}
+            train(target, Path(run["out"]), **extra, **run["config"])
         return
     out, config = Path(spec["out"]), spec["config"]
     import deepspeed  # noqa: F401  (once here, instead of once in every child)
 
     out.mkdir()
-    died = disturbed(target, out, config, spec["kills"])
-    _, status = os.waitpid(_child(target, Path(spec["undisturbed"]), config), 0)
-    assert status == 0, "the undisturbed run failed"
+    ranks = spec.get("ranks", 1)
+    died = disturbed(target, out, config, spec["kills"], ranks)
+    _finish(_launch(target, Path(spec["undisturbed"]), config, ranks), "the undisturbed run")
     print(json.dumps({"died": died}))
 
 
