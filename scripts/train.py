@@ -185,7 +185,9 @@ def _train(
     if held_out is not None:
         acceptance = LiveAcceptance(config, draft_ids) if _in_engine(config) else None
         trainer.validate = _told(
-            Validator(trainer.objective, held_out, acceptance), trainer, invocation
+            Validator(trainer.objective, held_out, acceptance, trainer.sequence),
+            trainer,
+            invocation,
         )
     elif config.train.zero_stage == 3:
         raise ValueError(

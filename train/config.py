@@ -28,6 +28,12 @@ class TrainConfig:
     """Optimiser steps of the whole run, counted from its beginning and not from a resume."""
     tokens_per_batch: int = 2048
     """Most tokens of one packed micro-batch on one rank; a longer row is a batch of its own."""
+    chunk_tokens: int | None = None
+    """Rows of a batch whose activations are alive at a time; each chunk is run again in the
+    backward pass. None keeps all."""
+    sequence_parallel: int = 1
+    """Ranks that train each batch together, every one a share of its rows; 1: each rank trains
+    batches of its own."""
     prefetch: int = 2
     """Micro-batches that a thread reads ahead on each rank; 0 reads each when it is needed."""
     accumulation: int = 1
@@ -65,6 +71,7 @@ class TrainConfig:
             "steps",
             "max_steps",
             "tokens_per_batch",
+            "sequence_parallel",
             "accumulation",
             "log_every",
             "keep_checkpoints",
@@ -95,6 +102,14 @@ class TrainConfig:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(
                 f"train.draft_vocab_size={self.draft_vocab_size}: must be at least 1, or null"
+            )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"train.chunk_tokens={self.chunk_tokens}: must be at least 1, or null")
+        if self.chunk_tokens is not None and self.sequence_parallel > 1:
+            raise ValueError(
+                f"train.chunk_tokens={self.chunk_tokens} with train.sequence_parallel="
+                f"{self.sequence_parallel}: chunks run in the order of the rows, which ranks of a "
+                "group do at once; set one of them to null or 1"
             )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"train.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")

@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -31,8 +32,11 @@ from .metrics import MetricsFile
 from .objective import Objective
 from .ranks import import_deepspeed, rank, start, sum_over_ranks, world_size
 from .reader import Reader
+from .row_chunks import unroll_in_chunks
 from .schedule import lr_at
+from .sequence import SequenceGroup
 from .tracker import Tracker
+from .unroll import unroll
 from .window import Window
 
 _WAIT_SHARE = 0.1  # of a metrics window: more is told
@@ -75,8 +79,8 @@ class Trainer:
     Args:
         head: fp32 parameters; moved to the trunk's device.
         trunk: the target's frozen parts, left bit-identical.
-        plan: the batches. Step s of rank r reads indices cursor + m * world_size + r for m <
-            accumulation.
+        plan: the batches. Step s of group g of G (`sequence.SequenceGroup`; ranks, where each has
+            batches of its own) reads indices cursor + m * G + g for m < accumulation.
         cfg: see `TrainConfig`. out: holds metrics.jsonl and checkpoints/; an unfinished run in it
             is resumed.
         boundaries: those of the batches' states, ascending; empty = L alone.
@@ -106,6 +110,7 @@ class Trainer:
         self.progress = progress
         start(self.device)
         _seed(cfg.seed + rank())
+        self.sequence = SequenceGroup(cfg.sequence_parallel, cfg.steps)
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
         self.objective = Objective(
             trunk,
@@ -114,6 +119,7 @@ class Trainer:
             draft_ids=draft_ids,
             dtype=dtype,
             loss=cfg.loss,
+            unroll=_unroll_of(cfg, self.sequence),
         )
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)
@@ -177,11 +183,12 @@ class Trainer:
 
     def _own_batches(self) -> range:
         """Global indices of the batches that this rank trains from here to the end."""
-        left = (self.cfg.max_steps - self.step) * self.cfg.accumulation * world_size()
-        return range(self.cursor + rank(), self.cursor + left, world_size())
+        group = self.sequence
+        left = (self.cfg.max_steps - self.step) * self.cfg.accumulation * group.count
+        return range(self.cursor + group.number, self.cursor + left, group.count)
 
     def _read(self, index: int) -> PackedBatch:
-        return self.plan.batch(index).to(self.device)
+        return self.sequence.share(self.plan.batch(index)).to(self.device)
 
     def _one_step(self, reader: Reader) -> None:
         cfg, window = self.cfg, self._window
@@ -190,13 +197,13 @@ class Trainer:
             batches = [reader.next() for _ in range(cfg.accumulation)]
         with window.phase("weigh"):
             own = torch.stack([self.objective.weights(batch, steps).sum() for batch in batches])
-            read = own.new_tensor(float(sum(batch.tokens.numel() for batch in batches)))
+            read = own.new_tensor(float(sum(batch.num_tokens for batch in batches)))
             totals = torch.stack([own.sum(), read, (own == 0).sum()]).double()
             weight, num_tokens, unsupervised = sum_over_ranks(totals).tolist()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks and accumulation; undo both, then divide by what was
-        # supervised anywhere.
+        # supervised anywhere. Shares of one batch add up as batches do.
         scale = world_size() * cfg.accumulation / weight if weight > 0 else 0.0
         losses = []
         norm = None
@@ -218,7 +225,7 @@ class Trainer:
         window.tokens += int(num_tokens)
         window.unsupervised += int(unsupervised)
         self.tokens += int(num_tokens)
-        self.cursor += cfg.accumulation * world_size()
+        self.cursor += cfg.accumulation * self.sequence.count
         self.step += 1
 
     def _check_losses(self, losses: list[Tensor], batches: list[PackedBatch]) -> None:
@@ -323,6 +330,12 @@ class Trainer:
             whole.lm_head = nn.Parameter(tensors["lm_head"])
         whole.load_state_dict(tensors)
         return whole.to(self.device).train()
+
+
+def _unroll_of(cfg: TrainConfig, sequence: SequenceGroup) -> Callable[..., Tensor]:
+    if sequence.size > 1:
+        return sequence.unroll
+    return unroll if cfg.chunk_tokens is None else partial(unroll_in_chunks, rows=cfg.chunk_tokens)
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,6 +8,7 @@ rolled by 1 + k before they meet it. Which loss: `kernels.losses`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats, distill_loss
 from ..kernels.losses import LossConfig
-from ..kernels.shift import shift_tokens, supervision
+from ..kernels.shift import shift_tokens
 from ..models.heads import Head
 from ..models.trunk import Trunk
 from .unroll import split_states, unroll
@@ -35,6 +36,7 @@ class Objective:
             None = all.
         dtype: of the loss's matrix products; the lm_head rows are kept in it.
         chunk: rows of logits alive at a time, see `kernels.distill_loss`. loss: what is minimised.
+        unroll: how the steps are run, `unroll.unroll` or another function that gives the same.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Objective:
         dtype: torch.dtype,
         chunk: int | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
+        unroll: Callable[..., Tensor] = unroll,
     ) -> None:
         self.trunk = trunk
+        self.unroll = unroll
         self.boundaries = boundaries or (0,)
         self.step_weights = torch.tensor(step_weights, dtype=torch.float32, device=trunk.device)
         self.draft_ids = None if draft_ids is None else draft_ids.to(trunk.device)
@@ -75,7 +79,7 @@ class Objective:
 
     def weights(self, batch: PackedBatch, steps: int) -> Tensor:
         """Weight of every row of every step, [K, N] fp32; 0 where the row is not supervised."""
-        mask = supervision(batch.supervised, batch.starts, steps).to(self.step_weights.device)
+        mask = batch.chains(steps).to(self.step_weights.device)
         return mask * self.step_weights[:steps, None]
 
     def states(self, batch: PackedBatch) -> dict[int, Tensor]:
@@ -92,7 +96,7 @@ class Objective:
         steps: K <= len(step_weights). `student_top[k, t]` belongs to chain row t - 1 - k (see
         `chain_rows`).
         """
-        drafted = unroll(head, self.trunk, batch, steps, states=self.states(batch))
+        drafted = self.unroll(head, self.trunk, batch, steps, states=self.states(batch))
         students = torch.stack([drafted[k].roll(1 + k, 0) for k in range(steps)])
         return self.judge(
             students.to(self.dtype),

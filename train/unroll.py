@@ -13,7 +13,7 @@ keys are then its committed ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ..models.heads import Head
 from ..models.trunk import Trunk
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Keys and values of one layer, by step; entry 0 is the committed step, the others are
     chains."""
 
@@ -44,10 +44,13 @@ class UnrollContext:
             definition.
     """
 
-    def __init__(self, starts: Tensor, attention: Callable[..., Tensor] = ttt_attention) -> None:
-        self.starts = tuple(int(b) for b in starts.tolist())
+    def __init__(
+        self, starts: Tensor | Sequence[int], attention: Callable[..., Tensor] = ttt_attention
+    ) -> None:
+        borders = starts.tolist() if isinstance(starts, Tensor) else starts
+        self.starts = tuple(int(b) for b in borders)
         self.attention = attention
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, Seen] = {}
 
     def attend(
         self,
@@ -66,11 +69,25 @@ class UnrollContext:
         """
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        seen = self.seen.setdefault(layer, _Seen([], []))
-        seen.keys.append(k[0].to(dtype))
-        seen.values.append(v[0].to(dtype))
-        out = self.attention(
-            q[0].to(dtype),
+        seen = self.seen.setdefault(layer, Seen([], []))
+        key, value = k[0].to(dtype), v[0].to(dtype)
+        if not seen.keys:
+            key, value = self.commit(layer, key, value)
+        seen.keys.append(key)
+        seen.values.append(value)
+        out = self.look(q[0].to(dtype), seen, scaling=scaling, window=window, softcap=softcap)
+        return out.transpose(0, 1)[None]
+
+    def commit(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer's queries may look at, from those of its first step."""
+        return key, value
+
+    def look(
+        self, q: Tensor, seen: Seen, *, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Queries [Hq, N, D] at what was seen -> [Hq, N, Dv]."""
+        return self.attention(
+            q,
             seen.keys[0],
             seen.values[0],
             seen.keys[1:],
@@ -80,7 +97,6 @@ class UnrollContext:
             window=window,
             softcap=softcap,
         )
-        return out.transpose(0, 1)[None]
 
 
 def split_states(hidden: Tensor, boundaries: tuple[int, ...], size: int) -> dict[int, Tensor]:
@@ -101,6 +117,17 @@ def split_states(hidden: Tensor, boundaries: tuple[int, ...], size: int) -> dict
     return dict(zip(boundaries, hidden.split(size, 1), strict=True))
 
 
+def check_steps(head: Head, steps: int) -> None:
+    """ValueError where a head has not so many steps."""
+    if steps < 1:
+        raise ValueError(f"steps {steps}: an unroll has at least step 0")
+    if head.max_steps is not None and steps > head.max_steps:
+        raise ValueError(
+            f"train.steps={steps}: this {head.kind} head has {head.max_steps} steps; raise "
+            "head.modules or lower train.steps"
+        )
+
+
 def unroll(
     head: Head,
     trunk: Trunk,
@@ -117,13 +144,7 @@ def unroll(
     alone. steps: K >= 1. Rows whose token x_{p+1+k} lies past the end of their document are
     computed with token 0 and belong to no supervised chain.
     """
-    if steps < 1:
-        raise ValueError(f"steps {steps}: an unroll has at least step 0")
-    if head.max_steps is not None and steps > head.max_steps:
-        raise ValueError(
-            f"train.steps={steps}: this {head.kind} head has {head.max_steps} steps; raise "
-            "head.modules or lower train.steps"
-        )
+    check_steps(head, steps)
     dtype = next(head.parameters()).dtype
     states = {0: batch.hidden} if states is None else states
     hidden = head.feed(states, trunk).to(dtype)

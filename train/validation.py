@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..data.batches import PackedBatch
-from ..kernels.shift import supervision
 from ..models.heads import Head
 from .objective import Objective, chain_rows
-from .ranks import barrier, rank, sum_over_ranks, world_size
+from .ranks import barrier, rank, sum_over_ranks
+from .sequence import SequenceGroup
 
 Acceptance = Callable[[Head], dict[str, Any]]
 _CHUNK = 128  # rows of full-vocabulary logits alive at a time
@@ -35,10 +35,12 @@ class Validator:
 
     Args:
         objective: the run's loss, whose trunk, step weights and draft vocabulary are used.
-        batches: held-out batches; each rank takes every world_size-th.
+        batches: held-out batches; each rank takes every world_size-th, or its share of every
+            one of its group's.
         acceptance: runs the live head in the engine and returns its figures, called on rank 0
             alone. Its key "score" (a float, higher is better) chooses the best checkpoint; without
             `acceptance` it is -loss.
+        sequence: the run's, whose unroll the objective has; None where each rank is alone.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Validator:
         objective: Objective,
         batches: Sequence[PackedBatch],
         acceptance: Acceptance | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         if not batches:
             raise ValueError(
@@ -54,6 +57,7 @@ class Validator:
         self.objective = objective
         self.batches = batches
         self.acceptance = acceptance
+        self.sequence = sequence or SequenceGroup(1, len(objective.step_weights))
 
     @torch.no_grad()
     def __call__(self, head: Head) -> dict[str, Any]:
@@ -65,8 +69,9 @@ class Validator:
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         training = head.training
         head.eval()
-        for batch in self.batches[rank() :: world_size()]:
-            part, total = self._measure(head, batch, steps)
+        group = self.sequence
+        for batch in self.batches[group.number :: group.count]:
+            part, total = self._measure(head, group.share(batch), steps)
             sums += part
             totals += total
         head.train(training)
@@ -95,7 +100,7 @@ class Validator:
         full_top = torch.full_like(stats.teacher_top, -2)
         full_top[needed] = top
         agreed = chain_rows(drafted == full_top)
-        mask = supervision(batch.supervised, batch.starts, steps).to(agreed.device)
+        mask = batch.chains(steps).to(agreed.device)
         survived = (agreed & mask[-1]).cumprod(
             0
         )  # [K, N] by chain row, chains supervised at all K steps
