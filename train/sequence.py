@@ -132,16 +132,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
-        out = x.new_empty(dist.get_world_size(group), *x.shape)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
+        size = dist.get_world_size(group)
+        out = x.new_empty(size * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(out, x.contiguous(), group=group)
+        return out.unflatten(0, (size, -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         accurate = torch.promote_types(grad.dtype, torch.float32)
         summed = grad.new_empty(grad.shape[1:], dtype=accurate)
-        dist.reduce_scatter_tensor(summed, grad.to(accurate).contiguous(), group=ctx.group)
+        dist.reduce_scatter_single(
+            summed, grad.to(accurate).flatten(0, 1).contiguous(), group=ctx.group
+        )
         return summed.to(grad.dtype), None
 
 
