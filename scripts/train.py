@@ -45,6 +45,8 @@ from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 _FREE = (
     "max_steps",
     "prefetch",
+    "chunk_tokens",
+    "sequence_parallel",
     "log_every",
     "validate_every",
     "checkpoint_every",
