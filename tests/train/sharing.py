@@ -41,7 +41,12 @@ FAMILIES = {
     "eagle3-layers": HeadConfig("eagle3", num_layers=2, boundaries=(0, 1)),
     "medusa": HeadConfig("medusa", modules=3, norms=NormConfig(False, False, False, False)),
 }
-_SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512}
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
 SHAPES = {
     "window": MistralConfig(
         num_attention_heads=9, num_key_value_heads=3, head_dim=8, sliding_window=6, **_SHAPE
