@@ -14,12 +14,14 @@ import itertools
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..kernels.shift import supervision
 
 
 class RowSource(Protocol):
@@ -79,15 +81,23 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        return PackedBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.supervised.to(device, non_blocking=True),
-            self.hidden.to(device, non_blocking=True),
-            self.starts.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            self.row_ids,
-            self.index,
-        )
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that this batch stands for."""
+        return self.tokens.numel()
+
+    def chains(self, steps: int) -> Tensor:
+        """Which rows of which step learn from this batch, [K, N] bool; see
+        `kernels.shift.supervision`."""
+        return supervision(self.supervised, self.starts, steps)
 
 
 class BatchPlan:

@@ -7,7 +7,8 @@ log-sum-exp. `document_gradient` has the derivative.
 `ttt_attention_fused` adds the chain's columns. The definition is `ttt_attention_dense` without a
 chain.
 
-Legend: N tokens, Hq = G * Hkv query heads, D key width, Dv value width.
+Legend: N tokens, n queries (rows offset .. offset + n - 1), Hq = G * Hkv query heads, D key width,
+Dv value width.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Reach(NamedTuple):
     Attributes:
         documents: [2, N] int32, first position and end of each token's document. scaling: factor of
             the scores. reach: keys this far back or farther are hidden; None = none, and 0 or less
-            hides all. softcap: see the module's formula; None = none.
+            hides all. softcap: see the module's formula; None = none. offset: row of the first
+            query.
     """
 
     documents: Tensor
     scaling: float
     reach: int | None
     softcap: float | None
+    offset: int = 0
 
 
 def document_attention(
@@ -44,22 +47,22 @@ def document_attention(
     """The output and its log-sum-exp.
 
     Args:
-        q: [Hq, N, D], k: [Hkv, N, D], v: [Hkv, N, Dv], unit stride in the last dimension. dtype: of
+        q: [Hq, n, D], k: [Hkv, N, D], v: [Hkv, N, Dv], unit stride in the last dimension. dtype: of
             the output.
     Returns:
-        ([Hq, N, Dv] as rows of an [N, Hq, Dv] buffer, [Hq, N] float32; 0 and -inf where a query
+        ([Hq, n, Dv] as rows of an [n, Hq, Dv] buffer, [Hq, n] float32; 0 and -inf where a query
         sees nothing).
     """
     out = torch.empty(q.shape[1], q.shape[0], v.shape[2], dtype=dtype, device=q.device)
     out = out.transpose(0, 1)
     mass = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch(causal_forward_kernel, len(q), reach, q, k, v, out, mass)
+    launch(causal_forward_kernel, (q.shape[1], len(q)), reach, q, k, v, out, mass)
     return out, mass
 
 
 def launch(
     kernel: Kernel,
-    programs: int,
+    programs: tuple[int, int],
     reach: Reach,
     q: Tensor,
     k: Tensor,
@@ -68,15 +71,15 @@ def launch(
     mass: Tensor,
     *derivative: Tensor,
 ) -> None:
-    """One kernel over blocks of tokens times `programs` heads; `out` is the output, or its gradient
-    where a derivative is asked for (delta, then the gradients to fill)."""
-    heads, num_tokens, width = q.shape
+    """One kernel over `programs` = (rows, heads), rows in blocks; `out` is the output, or its
+    gradient where a derivative is asked for (delta, then the gradients to fill)."""
+    heads, num_queries, width = q.shape
     key_heads, value_width = k.shape[0], v.shape[2]
     wide = max(width, value_width) > 128
     block = 32 if wide and derivative else 64
-    if not num_tokens:
+    if not programs[0]:
         return
-    kernel[(-(-num_tokens // block), programs)](
+    kernel[(-(-programs[0] // block), programs[1])](
         q,
         k,
         v,
@@ -92,7 +95,9 @@ def launch(
         v.stride(1),
         out.stride(0),
         out.stride(1),
-        num_tokens,
+        num_queries,
+        k.shape[1],
+        reach.offset,
         width,
         value_width,
         reach.scaling,
@@ -125,7 +130,9 @@ def causal_forward_kernel(
     v_row,
     out_head,
     out_row,
+    num_queries,
     num_tokens,
+    offset,
     width,
     value_width,
     scaling,
@@ -142,9 +149,9 @@ def causal_forward_kernel(
     `paged_attention`."""
     head = tl.program_id(1).to(tl.int64)
     top = tl.program_id(0) * BLOCK_M
-    query = top + tl.arange(0, BLOCK_M)
-    alive = query < num_tokens
-    row = query.to(tl.int64)
+    row = (top + tl.arange(0, BLOCK_M)).to(tl.int64)
+    alive = row < num_queries
+    query = offset + top + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
     asked = tl.load(
@@ -155,10 +162,10 @@ def causal_forward_kernel(
     if not EXACT:
         asked = asked.to(q.dtype.element_ty)
     first = tl.load(documents + query, alive, 0)
-    low = tl.load(documents + tl.full([], top, tl.int64))
+    low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
-        low = tl.maximum(low, top - reach + 1)
-    high = tl.minimum(top + BLOCK_M, num_tokens)
+        low = tl.maximum(low, offset + top - reach + 1)
+    high = tl.minimum(offset + top + BLOCK_M, num_tokens)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -198,7 +205,7 @@ def causal_forward_kernel(
         mixed = mixed * shrink[:, None] + tl.dot(weight, value, input_precision="ieee")
         best = peak
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(mass + head * num_tokens + row, best + tl.log(total), alive)
+    tl.store(mass + head * num_queries + row, best + tl.log(total), alive)
     tl.store(
         out + head * out_head + row[:, None] * out_row + value_column[None, :],
         (mixed / total[:, None]).to(out.dtype.element_ty),

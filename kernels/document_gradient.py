@@ -37,15 +37,16 @@ def document_attention_backward(
     """The part of the derivative that these columns have.
 
     Args:
-        q, k, v: as in `document_attention`. grad: [Hq, N, Dv], unit stride in the last dimension.
-            mass, delta: [Hq, N] float32, contiguous, of the whole softmax. dtype: of dq.
+        q, k, v: as in `document_attention`. grad: [Hq, n, Dv], unit stride in the last dimension.
+            mass, delta: [Hq, n] float32, contiguous, of the whole softmax. dtype: of dq.
     Returns:
-        (dq [Hq, N, D], dk, dv in the dtypes of k and v).
+        (dq [Hq, n, D], dk, dv in the dtypes of k and v).
     """
     grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    launch(causal_query_kernel, len(q), reach, q, k, v, grad, mass, delta, grad_q)
-    launch(causal_key_kernel, len(k), reach, q, k, v, grad, mass, delta, grad_k, grad_v)
+    inputs = reach, q, k, v, grad, mass, delta
+    launch(causal_query_kernel, (q.shape[1], len(q)), *inputs, grad_q)
+    launch(causal_key_kernel, (k.shape[1], len(k)), *inputs, grad_k, grad_v)
     return grad_q, grad_k, grad_v
 
 
@@ -67,7 +68,9 @@ def causal_query_kernel(
     v_row,
     grad_head,
     grad_row,
+    num_queries,
     num_tokens,
+    offset,
     width,
     value_width,
     scaling,
@@ -83,9 +86,9 @@ def causal_query_kernel(
     """dQ of BLOCK_M queries of one head; grad_q is contiguous."""
     head = tl.program_id(1).to(tl.int64)
     top = tl.program_id(0) * BLOCK_M
-    query = top + tl.arange(0, BLOCK_M)
-    alive = query < num_tokens
-    row = query.to(tl.int64)
+    row = (top + tl.arange(0, BLOCK_M)).to(tl.int64)
+    alive = row < num_queries
+    query = offset + top + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
     asked = tl.load(
@@ -101,13 +104,13 @@ def causal_query_kernel(
     if not EXACT:
         asked = asked.to(q.dtype.element_ty)
         pull = pull.to(q.dtype.element_ty)
-    whole = tl.load(mass + head * num_tokens + row, alive, 0.0)
-    shift = tl.load(delta + head * num_tokens + row, alive, 0.0)
+    whole = tl.load(mass + head * num_queries + row, alive, 0.0)
+    shift = tl.load(delta + head * num_queries + row, alive, 0.0)
     first = tl.load(documents + query, alive, 0)
-    low = tl.load(documents + tl.full([], top, tl.int64))
+    low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
-        low = tl.maximum(low, top - reach + 1)
-    high = tl.minimum(top + BLOCK_M, num_tokens)
+        low = tl.maximum(low, offset + top - reach + 1)
+    high = tl.minimum(offset + top + BLOCK_M, num_tokens)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     k_base = k + (head // GROUP) * k_head
     v_base = v + (head // GROUP) * v_head
@@ -143,7 +146,7 @@ def causal_query_kernel(
             slope = slope.to(k.dtype.element_ty)
         summed += tl.dot(slope, key, input_precision="ieee")
     tl.store(
-        grad_q + (head * num_tokens + row)[:, None] * width + column[None, :],
+        grad_q + (head * num_queries + row)[:, None] * width + column[None, :],
         (summed * scaling).to(grad_q.dtype.element_ty),
         alive[:, None] & (column < width)[None, :],
     )
@@ -168,7 +171,9 @@ def causal_key_kernel(
     v_row,
     grad_head,
     grad_row,
+    num_queries,
     num_tokens,
+    offset,
     width,
     value_width,
     scaling,
@@ -204,17 +209,18 @@ def causal_key_kernel(
         key = key.to(k.dtype.element_ty)
         value = value.to(v.dtype.element_ty)
     end = tl.load(documents + (num_tokens + at), exists, 0)
-    high = tl.max(end)
+    low = tl.maximum(top, offset)
+    high = tl.minimum(tl.max(end), offset + num_queries)
     if reach is not None:
         high = tl.minimum(high, top + BLOCK_M - 1 + reach)
     summed_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     summed_v = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for member in range(0, GROUP):
         head = key_head * GROUP + member
-        for base in range(top, high, BLOCK_N):
+        for base in range(low, high, BLOCK_N):
             query = base + tl.arange(0, BLOCK_N)
             alive = query < high
-            row = query.to(tl.int64)
+            row = query.to(tl.int64) - offset
             asked = tl.load(
                 q + head * q_head + row[:, None] * q_row + column[None, :],
                 alive[:, None] & (column < width)[None, :],
@@ -228,8 +234,8 @@ def causal_key_kernel(
             if not EXACT:
                 asked = asked.to(q.dtype.element_ty)
                 pull = pull.to(q.dtype.element_ty)
-            whole = tl.load(mass + head * num_tokens + row, alive, 0.0)
-            shift = tl.load(delta + head * num_tokens + row, alive, 0.0)
+            whole = tl.load(mass + head * num_queries + row, alive, 0.0)
+            shift = tl.load(delta + head * num_queries + row, alive, 0.0)
             score = tl.dot(key, tl.trans(asked), input_precision="ieee") * scaling
             if softcap is not None:
                 score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)

@@ -40,27 +40,29 @@ def ttt_attention_fused(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    offset: int = 0,
 ) -> Tensor:
     """See `ttt_attention`, whose arguments these are, checked; bounds are the document borders."""
-    return _Fused.apply(bounds, scaling, window, softcap, q, k0, v0, *chain_k, *chain_v)
+    return _Fused.apply(bounds, scaling, window, softcap, offset, q, k0, v0, *chain_k, *chain_v)
 
 
 class _Fused(torch.autograd.Function):
     """Saves inputs, output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx, bounds, scaling, window, softcap, q, k0, v0, *chain):  # type: ignore[override]
+    def forward(ctx, bounds, scaling, window, softcap, offset, q, k0, v0, *chain):  # type: ignore[override]
         steps = len(chain) // 2
         borders = torch.tensor(bounds, dtype=torch.int32, device=q.device)
         sizes = borders.diff().long()
         documents = torch.stack(
             [
-                edge.repeat_interleave(sizes, output_size=q.shape[1])
+                edge.repeat_interleave(sizes, output_size=k0.shape[1])
                 for edge in (borders[:-1], borders[1:])
             ]
         )  # [2, N] first and end of each token's document
         ctx.plan = scaling, window, softcap, steps
-        ctx.reach = Reach(documents, scaling, None if window is None else window - steps, softcap)
+        reach = None if window is None else window - steps
+        ctx.reach = Reach(documents, scaling, reach, softcap, offset)
         q, k0, v0 = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k0, v0))
         dtype = torch.float32 if steps else q.dtype
         out, mass = document_attention(q, k0, v0, ctx.reach, dtype)
@@ -83,7 +85,7 @@ class _Fused(torch.autograd.Function):
         scaling, _, softcap, steps = ctx.plan
         num_kv = k0.shape[0]
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        delta = (grad.float() * out.float()).sum(-1).contiguous()  # [Hq, N]
+        delta = (grad.float() * out.float()).sum(-1).contiguous()  # [Hq, n]
         dtype = torch.float32 if steps else q.dtype
         grad_q, grad_k0, grad_v0 = document_attention_backward(
             q, k0, v0, grad, mass, delta, ctx.reach, dtype
@@ -94,7 +96,7 @@ class _Fused(torch.autograd.Function):
             weights = (scores - mass[..., None]).exp()
             grouped_q, grouped_grad = (
                 x.float().unflatten(0, (num_kv, -1)) for x in (q, grad)
-            )  # [Hkv, G, N, width]
+            )  # [Hkv, G, n, width]
             grouped_out = grad_q.unflatten(0, (num_kv, -1))
             for step in range(steps):
                 key, value = chain[step].float()[:, None], chain[steps + step].float()[:, None]
@@ -108,11 +110,11 @@ class _Fused(torch.autograd.Function):
                 grads_k.append((slope[..., None] * grouped_q).sum(1).to(key.dtype))
                 grads_v.append((weight[..., None] * grouped_grad).sum(1))
         chains = [x.to(like.dtype) for x, like in zip(grads_k + grads_v, chain, strict=True)]
-        return None, None, None, None, grad_q.to(q.dtype), grad_k0, grad_v0, *chains
+        return *(None,) * 5, grad_q.to(q.dtype), grad_k0, grad_v0, *chains
 
 
 def _diagonal(plan: tuple[Any, ...], q: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Scaled, capped scores of the chain in float32, [Hq, N, c]; -inf where the window hides a
+    """Scaled, capped scores of the chain in float32, [Hq, n, c]; -inf where the window hides a
     step."""
     scaling, window, softcap, steps = plan
     grouped = q.float().unflatten(0, (keys[0].shape[0], -1))

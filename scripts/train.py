@@ -49,6 +49,8 @@ from .watch import draw_curves, watched
 _FREE = (
     "max_steps",
     "prefetch",
+    "chunk_tokens",
+    "sequence_parallel",
     "log_every",
     "validate_every",
     "checkpoint_every",
@@ -206,7 +208,10 @@ def _train(
     if held_out is not None:
         acceptance = LiveAcceptance(config, draft_ids) if _in_engine(config) else None
         trainer.validate = watched(
-            Validator(trainer.objective, held_out, acceptance), trainer, artifacts, invocation
+            Validator(trainer.objective, held_out, acceptance, trainer.sequence),
+            trainer,
+            artifacts,
+            invocation,
         )
     result = trainer.run()
     if tracker is not None:

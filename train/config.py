@@ -55,6 +55,12 @@ class TrainConfig:
     """Optimiser steps of the whole run, counted from its beginning and not from a resume."""
     tokens_per_batch: int = 2048
     """Most tokens of one packed micro-batch on one rank; a longer row is a batch of its own."""
+    chunk_tokens: int | None = None
+    """Rows of a batch whose activations are alive at a time; each chunk is run again in the
+    backward pass. None keeps all."""
+    sequence_parallel: int = 1
+    """Ranks that train each batch together, every one a share of its rows; 1: each rank trains
+    batches of its own."""
     prefetch: int = 2
     """Micro-batches that a thread reads ahead on each rank; 0 reads each when it is needed."""
     accumulation: int = 1
@@ -103,6 +109,7 @@ class TrainConfig:
             "steps",
             "max_steps",
             "tokens_per_batch",
+            "sequence_parallel",
             "accumulation",
             "log_every",
             "keep_checkpoints",
@@ -144,6 +151,14 @@ class TrainConfig:
             raise ValueError(
                 f"train.draft_vocab_size={self.draft_vocab_size}: must be at least 1, or null"
             )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"train.chunk_tokens={self.chunk_tokens}: must be at least 1, or null")
+        if self.chunk_tokens is not None and self.sequence_parallel > 1:
+            raise ValueError(
+                f"train.chunk_tokens={self.chunk_tokens} with train.sequence_parallel="
+                f"{self.sequence_parallel}: chunks run in the order of the rows, which ranks of a "
+                "group do at once; set one of them to null or 1"
+            )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"train.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         self._check_step_weights()
@@ -176,6 +191,23 @@ class TrainConfig:
             raise ValueError(
                 f"train.patience={self.patience} counts validations, and train.validate_every=0 "
                 "has none before the end; give validate_every, or patience=0"
+            )
+        other = {
+            f"train.chunk_tokens={self.chunk_tokens}": self.chunk_tokens is not None,
+            f"train.sequence_parallel={self.sequence_parallel}": self.sequence_parallel > 1,
+        }
+        for name in (name for name, used in other.items() if used):
+            if self.context != "engine" or self.checkpoint_activations:
+                raise ValueError(
+                    f"{name} with train.context={self.context} and train.checkpoint_activations="
+                    f"{self.checkpoint_activations}: it runs the steps in a way of its own, in the "
+                    "engine's context; use context=engine and checkpoint_activations=false"
+                )
+        if self.sequence_parallel > 1 and (self.feature_noise or self.survivors):
+            raise ValueError(
+                f"train.sequence_parallel={self.sequence_parallel} with train.feature_noise="
+                f"{self.feature_noise} and train.survivors={self.survivors}: these draw by the "
+                "rows of whole batches; set them to 0"
             )
         needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         if self.zero_stage < needed:

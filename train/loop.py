@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,9 @@ from .metrics import MetricsFile
 from .objective import Objective
 from .ranks import gather_over_ranks, rank, start, sum_over_ranks, world_size
 from .reader import Reader
+from .row_chunks import unroll_in_chunks
 from .schedule import lr_at
+from .sequence import SequenceGroup
 from .state import whole_head
 from .tracker import Tracker
 from .window import Window
@@ -79,8 +82,8 @@ class Trainer:
     Args:
         head: fp32 parameters; moved to the trunk's device.
         trunk: the target's frozen parts, left bit-identical.
-        plan: the batches. Step s of rank r reads indices cursor + m * world_size + r for m <
-            accumulation.
+        plan: the batches. Step s of group g of G (`sequence.SequenceGroup`; ranks, where each has
+            batches of its own) reads indices cursor + m * G + g for m < accumulation.
         cfg: see `TrainConfig`. out: holds metrics.jsonl and checkpoints/; an unfinished run in it
             is resumed.
         boundaries: those of the batches' states, ascending; empty = L alone.
@@ -110,6 +113,7 @@ class Trainer:
         self.progress = progress
         start(self.device)
         _seed(cfg.seed + rank())
+        self.sequence = SequenceGroup(cfg.sequence_parallel, cfg.steps)
         dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
         self.objective = Objective(
             trunk,
@@ -123,6 +127,7 @@ class Trainer:
             feature_noise=cfg.feature_noise,
             survivors=cfg.survivors,
             seed=cfg.seed,
+            unroll=_unroll_of(cfg, self.sequence),
         )
         self.objective.check(head)
         self.head = head.to(self.device).train()
@@ -211,11 +216,13 @@ class Trainer:
 
     def _own_batches(self) -> range:
         """Global indices of the batches that this rank trains from here to the end."""
-        left = (self.cfg.max_steps - self.step) * self.cfg.accumulation * world_size()
-        return range(self.cursor + rank(), self.cursor + left, world_size())
+        group = self.sequence
+        left = (self.cfg.max_steps - self.step) * self.cfg.accumulation * group.count
+        return range(self.cursor + group.number, self.cursor + left, group.count)
 
     def _read(self, index: int) -> PackedBatch:
-        return replace(self.plan.batch(index), index=index).to(self.device)
+        batch = replace(self.plan.batch(index), index=index)
+        return self.sequence.share(batch).to(self.device)
 
     def _one_step(self, reader: Reader) -> None:
         cfg, window = self.cfg, self._window
@@ -224,12 +231,12 @@ class Trainer:
             batches = [reader.next() for _ in range(cfg.accumulation)]
         with window.phase("weigh"):
             own = torch.stack([self.objective.weights(batch, steps).sum() for batch in batches])
-            read = own.new_tensor(float(sum(batch.tokens.numel() for batch in batches)))
+            read = own.new_tensor(float(sum(batch.num_tokens for batch in batches)))
             totals = torch.stack([own.sum(), read, (own == 0).sum()]).double()
             weight, num_tokens, unsupervised = sum_over_ranks(totals).tolist()
         set_rate(self.engine, rate, cfg)
         # DeepSpeed averages over ranks and accumulation; undo both, then divide by what was
-        # supervised anywhere.
+        # supervised anywhere. Shares of one batch add up as batches do.
         scale = world_size() * cfg.accumulation / weight if weight > 0 else 0.0
         losses = []
         norm = None
@@ -253,7 +260,7 @@ class Trainer:
         window.tokens += int(num_tokens)
         window.unsupervised += int(unsupervised)
         self.tokens += int(num_tokens)
-        self.cursor += cfg.accumulation * world_size()
+        self.cursor += cfg.accumulation * self.sequence.count
         self.step += 1
 
     def _require_finite(
@@ -363,6 +370,12 @@ class Trainer:
     def whole_head(self) -> Head:
         """The head with all its weights, see `state.whole_head`. All ranks must call it."""
         return whole_head(self.head, self.cfg.zero_stage, self.device)
+
+
+def _unroll_of(cfg: TrainConfig, sequence: SequenceGroup) -> Callable[..., Tensor] | None:
+    if sequence.size > 1:
+        return sequence.unroll
+    return None if cfg.chunk_tokens is None else partial(unroll_in_chunks, rows=cfg.chunk_tokens)
 
 
 def _due(step: int, every: int) -> bool:

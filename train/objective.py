@@ -18,6 +18,7 @@ proportion to how often the engine gets that far.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from ..data.batches import PackedBatch
 from ..kernels.distill_loss import DistillStats, distill_loss
 from ..kernels.logit_chunks import default_rows, top_columns
 from ..kernels.losses import LossConfig
-from ..kernels.shift import shift_tokens, supervision
+from ..kernels.shift import shift_tokens
 from ..models.heads import Head
 from ..models.trunk import Trunk
 from .unroll import UnrollContext, split_states, unroll
@@ -52,6 +53,8 @@ class Objective:
         context, recompute, feature_noise, survivors: see `TrainConfig` (recompute is its
             checkpoint_activations); they hold while the head is in training mode.
         seed: of noise and of the choice of chains, with each batch's index.
+        unroll: how the steps are run where not by `unroll.unroll` (row_chunks, sequence); it has
+            the engine's context, and recompute does not apply to it.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class Objective:
         feature_noise: float = 0.0,
         survivors: float = 0.0,
         seed: int = 0,
+        unroll: Callable[..., Tensor] | None = None,
     ) -> None:
         self.trunk = trunk
+        self.unroll = unroll
         self.boundaries = boundaries or (0,)
         self.step_weights = torch.tensor(step_weights, dtype=torch.float32, device=trunk.device)
         self.draft_ids = None if draft_ids is None else draft_ids.to(trunk.device)
@@ -113,7 +118,7 @@ class Objective:
     def weights(self, batch: PackedBatch, steps: int) -> Tensor:
         """Weight of every row of every step, [K, N] fp32; 0 where the row is not supervised. Before
         any chain ends."""
-        mask = supervision(batch.supervised, batch.starts, steps).to(self.step_weights.device)
+        mask = batch.chains(steps).to(self.step_weights.device)
         return mask * self.step_weights[:steps, None]
 
     def states(self, batch: PackedBatch) -> dict[int, Tensor]:
@@ -145,15 +150,18 @@ class Objective:
     def drafted(self, head: Head, batch: PackedBatch, steps: int) -> Tensor:
         """The head's states of every step by chain row, [K, N, H'], in the run's context while the
         head is in training mode."""
-        training = head.training
+        training, states = head.training, self.states(batch)
+        noise = self._noise(batch) if training and self.feature_noise else None
+        if self.unroll is not None:
+            return self.unroll(head, self.trunk, batch, steps, states=states, noise=noise)
         return unroll(
             head,
             self.trunk,
             batch,
             steps,
-            states=self.states(batch),
+            states=states,
             context=UnrollContext(batch.starts, causal=training and self.context == "causal"),
-            noise=self._noise(batch) if training and self.feature_noise else None,
+            noise=noise,
             recompute=self.recompute,
         )
 

@@ -16,7 +16,7 @@ What a row of step k sees can be asked for otherwise, for comparison (`train.con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from ..models.heads import Head, HeadStep
 from ..models.trunk import Trunk
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Keys and values of one layer, by step; entry 0 is the committed step, the others are
     chains."""
 
@@ -54,16 +54,17 @@ class UnrollContext:
 
     def __init__(
         self,
-        starts: Tensor,
+        starts: Tensor | Sequence[int],
         attention: Callable[..., Tensor] = ttt_attention,
         *,
         causal: bool = False,
     ) -> None:
-        self.starts = tuple(int(b) for b in starts.tolist())
+        borders = starts.tolist() if isinstance(starts, Tensor) else starts
+        self.starts = tuple(int(b) for b in borders)
         self.attention = attention
         self.causal = causal
         self.step = 0
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, Seen] = {}
 
     def attend(
         self,
@@ -85,8 +86,28 @@ class UnrollContext:
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         keys, values = self._visible(layer, k[0].to(dtype), v[0].to(dtype))
-        out = self.attention(
-            q[0].to(dtype),
+        out = self.look(
+            q[0].to(dtype), keys, values, scaling=scaling, window=window, softcap=softcap
+        )
+        return out.transpose(0, 1)[None]
+
+    def commit(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer's queries may look at, from those of its first step."""
+        return key, value
+
+    def look(
+        self,
+        q: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Queries [Hq, N, D] at the committed keys and the chains' -> [Hq, N, Dv]."""
+        return self.attention(
+            q,
             keys[0],
             values[0],
             keys[1:],
@@ -96,15 +117,16 @@ class UnrollContext:
             window=window,
             softcap=softcap,
         )
-        return out.transpose(0, 1)[None]
 
     def _visible(self, layer: int, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values that the rows of this step see, its own [Hkv, N, ...] last."""
         if self.causal:
             return [k], [v]
-        seen = self.seen.setdefault(layer, _Seen(self.step, [], []))
+        seen = self.seen.setdefault(layer, Seen(self.step, [], []))
         before = self.step - seen.first
         assert 0 <= before <= len(seen.keys), f"step {self.step} of layer {layer} came too early"
+        if before == 0:
+            k, v = self.commit(layer, k, v)
         if before == len(seen.keys):
             seen.keys.append(k)
             seen.values.append(v)
@@ -129,6 +151,17 @@ def split_states(hidden: Tensor, boundaries: tuple[int, ...], size: int) -> dict
     return dict(zip(boundaries, hidden.split(size, 1), strict=True))
 
 
+def check_steps(head: Head, steps: int) -> None:
+    """ValueError where a head has not so many steps."""
+    if steps < 1:
+        raise ValueError(f"steps {steps}: an unroll has at least step 0")
+    if head.max_steps is not None and steps > head.max_steps:
+        raise ValueError(
+            f"train.steps={steps}: this {head.kind} head has {head.max_steps} steps; raise "
+            "head.modules or lower train.steps"
+        )
+
+
 def unroll(
     head: Head,
     trunk: Trunk,
@@ -149,13 +182,7 @@ def unroll(
     drafted, and its keys and values. Rows whose token x_{p+1+k} lies past the end of their document
     are computed with token 0 and belong to no supervised chain.
     """
-    if steps < 1:
-        raise ValueError(f"steps {steps}: an unroll has at least step 0")
-    if head.max_steps is not None and steps > head.max_steps:
-        raise ValueError(
-            f"train.steps={steps}: this {head.kind} head has {head.max_steps} steps; raise "
-            "head.modules or lower train.steps"
-        )
+    check_steps(head, steps)
     dtype = next(head.parameters()).dtype
     states = {0: batch.hidden} if states is None else states
     hidden = head.feed(states, trunk).to(dtype)

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from ..data.batches import PackedBatch
 from ..inference.metrics import CONTEXT_EDGES
-from ..kernels.shift import supervision
 from ..models.files import content_hash
 from ..models.heads import Head
 from .objective import Objective, chain_rows
-from .ranks import rank, sum_over_ranks, world_size
+from .ranks import sum_over_ranks
+from .sequence import SequenceGroup
 
 Acceptance = Callable[[Head], dict[str, Any]]
 _STATS = ("cross", "loss", "weight", "rows", "kl", "acceptance")
@@ -46,11 +46,13 @@ class Validator:
 
     Args:
         objective: the run's loss, whose trunk, step weights and draft vocabulary are used.
-        batches: held-out batches; each rank takes every world_size-th.
+        batches: held-out batches; each rank takes every world_size-th, or its share of every
+            one of its group's.
         acceptance: runs the live head in the engine; called on every rank, and returns the same
             figures on each. Its "score" (a float, higher is better) chooses the best checkpoint,
             and its "measured_with" (JSON-ready) is all that determines that score but the weights;
             without `acceptance` the score is -loss.
+        sequence: the run's, whose unroll the objective has; None where each rank is alone.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Validator:
         objective: Objective,
         batches: Sequence[PackedBatch],
         acceptance: Acceptance | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         if not batches:
             raise ValueError(
@@ -68,6 +71,7 @@ class Validator:
         self.acceptance = acceptance
         self._edges = torch.tensor(CONTEXT_EDGES, device=objective.trunk.device)
         self._rows = content_hash(sorted(row for batch in batches for row in batch.row_ids))[:12]
+        self.sequence = sequence or SequenceGroup(1, len(objective.step_weights))
 
     @torch.no_grad()
     def __call__(self, head: Head) -> dict[str, Any]:
@@ -81,8 +85,9 @@ class Validator:
         outside = torch.zeros((), dtype=torch.float64, device=device)
         training = head.training
         head.eval()
-        for batch in self.batches[rank() :: world_size()]:
-            part, mass = self._measure(head, batch, steps)
+        group = self.sequence
+        for batch in self.batches[group.number :: group.count]:
+            part, mass = self._measure(head, group.share(batch), steps)
             sums += part
             outside += mass
         head.train(training)
@@ -105,7 +110,7 @@ class Validator:
         mass outside the draft vocabulary."""
         objective = self.objective
         device = objective.trunk.device
-        mask = supervision(batch.supervised, batch.starts, steps).to(device)
+        mask = batch.chains(steps).to(device)
         bucket = torch.bucketize(batch.positions.to(device) + 2, self._edges, right=True)
         autocast = torch.autocast(
             device.type, objective.dtype, enabled=objective.dtype == torch.bfloat16

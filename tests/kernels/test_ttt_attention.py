@@ -91,6 +91,51 @@ def test_a_soft_cap_bounds_scores_before_the_mask(steps: int, window: int | None
     _compare(inputs, 1e-10, softcap=1.5, window=window, scaling=1.1)
 
 
+OPTIONS = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 1.5}}
+
+
+def _slice(inputs: tuple, begin: int, end: int) -> tuple:
+    """Inputs whose queries are the rows [begin, end)."""
+    q, k0, v0, chain_k, chain_v, starts = inputs
+
+    def cut(x: Tensor) -> Tensor:
+        return x[:, begin:end].detach().requires_grad_()
+
+    return cut(q), k0, v0, [cut(k) for k in chain_k], [cut(v) for v in chain_v], starts
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 9), (5, 40), (40, QUERY_BLOCK + 30), (QUERY_BLOCK + 70, None), (8, 9)]
+)
+def test_a_slice_of_the_queries_sees_the_keys_of_all_rows(
+    begin: int, end: int | None, steps: int, options: str
+) -> None:
+    """Rows [begin, end) against the keys of all: the definition's rows and gradients, which are
+    zero at keys that none of them sees."""
+    inputs = _inputs([7, 2 * QUERY_BLOCK, 5], 4, 2, steps, torch.float64, width=11)
+    end = inputs[0].shape[1] if end is None else end
+    _compare(_slice(inputs, begin, end), 1e-10, offset=begin, **OPTIONS[options])
+
+
+def test_slices_add_up_to_the_whole() -> None:
+    """Outputs of three slices are those of one call, and the keys' gradients add up to its."""
+    inputs = _inputs([7, 2 * QUERY_BLOCK, 5], 4, 2, 1, torch.float64)
+    whole = ttt_attention(*inputs, scaling=0.3)
+    borders = [0, 90, 200, whole.shape[1]]
+    parts = [
+        ttt_attention(*_slice(inputs, a, b), scaling=0.3, offset=a)
+        for a, b in itertools.pairwise(borders)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    keys = inputs[1:3]
+    squares = torch.stack([part.square().sum() for part in parts])
+    summed = torch.autograd.grad(squares.sum(), keys)
+    for a, b in zip(summed, torch.autograd.grad(whole.square().sum(), keys), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
 def test_values_may_be_wider_than_keys() -> None:
     """Families with latent attention have other value widths."""
     _compare(_inputs([3, 20], 4, 2, 2, torch.float64, width=13), 1e-10)
@@ -197,5 +242,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
         ttt_attention(q, k0, v0, chain_k, chain_v, starts[:2], scaling=1.0)
     with pytest.raises(ValueError, match=r"window 0 hides every key"):
         ttt_attention(q, k0, v0, chain_k, chain_v, starts, scaling=1.0, window=0)
+    with pytest.raises(ValueError, match=r"queries 1 .. 9 \(offset 1\) must lie among the 9 rows"):
+        ttt_attention(q, k0, v0, chain_k, chain_v, starts, scaling=1.0, offset=1)
     with pytest.raises(AssertionError, match="empty document"):
         ttt_attention(q, k0, v0, chain_k, chain_v, [0, 4, 4, 9], scaling=1.0)

@@ -211,7 +211,8 @@ def test_a_validation_that_fails_loses_no_step(
     failing = iter([True, False, True, False])
 
     def validate(head: Head) -> dict[str, Any]:
-        torch.rand(5), random.random()  # what it draws does not count
+        torch.rand(5)  # what it draws does not count
+        random.random()
         if next(failing):
             raise RuntimeError("the engine broke")
         return {"score": float(head.get_parameter("blocks.0.norm.weight").detach().sum())}

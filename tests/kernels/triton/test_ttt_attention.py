@@ -83,6 +83,17 @@ def test_window_and_soft_cap(steps: int, window: int, softcap: float | None):
     _compare(*_inputs([1, 70], (2, 1), (8, 8), steps), window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("begin", "end"), [(0, 3), (30, 75), (5, 6)])
+def test_a_slice_of_the_queries(begin: int, end: int, steps: int, options: dict[str, Any]):
+    """Queries of rows [begin, end) against the keys of all 75."""
+    leaves, starts = _inputs([5, 70], (3, 1), (8, 8), steps)
+    for number in (0, *range(3, len(leaves))):
+        leaves[number] = leaves[number][:, begin:end].detach().requires_grad_()
+    _compare(leaves, starts, offset=begin, **options)
+
+
 def test_runs_repeat_bit_for_bit():
     """No sum depends on the order of programs: two runs give the same gradients."""
     leaves, starts = _inputs(*SHAPES["over one block"], 2)
