@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..kernels.packed_linear import PackedLinear
 from . import attention
@@ -23,6 +23,7 @@ from .files import content_hash, read_json, sha256_file
 from .gguf import convert_gguf
 from .lean import LeanStack
 from .norm import use_own_norms
+from .skeleton import text_config
 from .source import resolve
 from .trunk import Trunk, tensor_files
 
@@ -149,7 +150,7 @@ class Target:
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
         attention.register()
-        model_config = AutoConfig.from_pretrained(folder)
+        model_config = text_config(folder)
         if config.layers not in ("auto", "lean", "transformers"):
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
+from ..skeleton import text_config
 from .checkpoint import LoadedHead, compare_targets, load_head, save_head
 from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec
 from .families import HEADS, head_class
@@ -65,7 +65,7 @@ def build_head(
             its own has a row for each.
     """
     if target_config is None:
-        target_config = AutoConfig.from_pretrained(target_folder)
+        target_config = text_config(target_folder)
     family = head_class(config.kind)
     start = Start(config.init, Path(target_folder), target_config, state_rms, draft_ids)
     head = family(config, target_config, None if draft_ids is None else len(draft_ids))
