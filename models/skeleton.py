@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from . import attention
+from . import attention, experts
 
 
 def text_config(folder: Path | str) -> Any:
@@ -35,15 +35,20 @@ def text_config(folder: Path | str) -> Any:
 
 
 def skeleton(config: Any) -> Any:
-    """The causal language model of a configuration on the meta device, our attention registered.
-
-    The configuration itself is left as it is.
-    """
-    attention.register()
+    """The causal language model of a configuration on the meta device, with our attention and
+    experts; the configuration itself is left as it is."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            deepcopy(config), attn_implementation=attention.IMPLEMENTATION
-        )
+        return AutoModelForCausalLM.from_config(deepcopy(config), **implementations())
+
+
+def implementations() -> dict[str, str]:
+    """What makes transformers build a model with our functions, registered."""
+    attention.register()
+    experts.register()
+    return {
+        "attn_implementation": attention.IMPLEMENTATION,
+        "experts_implementation": experts.IMPLEMENTATION,
+    }
 
 
 def name_of(model: nn.Module, part: nn.Module) -> str:

@@ -16,14 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..kernels.packed_linear import PackedLinear
-from . import attention
 from .attention import AttentionContext
 from .decoder import DecoderStack, HubStack
 from .files import content_hash, read_json, sha256_file
 from .gguf import convert_gguf
 from .lean import LeanStack
 from .norm import use_own_norms
-from .skeleton import text_config
+from .skeleton import implementations, text_config
 from .source import resolve
 from .trunk import Trunk, tensor_files
 
@@ -149,14 +148,11 @@ class Target:
         mode."""
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
-        attention.register()
         model_config = text_config(folder)
         if config.layers not in ("auto", "lean", "transformers"):
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations())
         model = model.to(device).eval().requires_grad_(False)
         if dtype == torch.float64:
             use_own_norms(model)
