@@ -42,7 +42,6 @@ FAMILIES = [
     "deepseek-v2",
     "deepseek-v3",
     "qwen3-moe",
-    "mixtral",
 ]
 WITHOUT_EAGLE3 = ("phi3", "deepseek-v2", "deepseek-v3")
 Plain = tuple[Target, Answers]
@@ -54,7 +53,7 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = save_toy(request.param, tmp_path_factory.mktemp("toy"))
     target = Target.load(TargetConfig(source=str(folder), dtype="float64", device="cpu"))
     with Exact():
-        return target, answers_of(target, PROMPTS[:3], replace(GREEDY, max_new_tokens=9))
+        return target, answers_of(target, PROMPTS[1:3], replace(GREEDY, max_new_tokens=9))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_BASE = {
+BASE = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -143,12 +143,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
-"""What differs from `_BASE`."""
+"""What differs from `BASE`."""
 
 
 def save_toy(name: str, folder: Path, **overrides: Any) -> Path:
     """Write the family's toy as a float32 checkpoint folder, the files' names as the hub's."""
-    settings = _BASE | FAMILIES[name] | overrides
+    settings = BASE | FAMILIES[name] | overrides
     kind = settings.pop("model_type")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -176,8 +176,8 @@ class Exact(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         steps = func in (torch.Tensor.to, torch.Tensor.type, nn.functional.softmax)
-        if func is torch.Tensor.float and args[0].dtype != torch.float32:
-            return args[0].double()
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
         if steps and args[0].dtype == torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
