@@ -7,6 +7,7 @@ entering layer k, and L (the number of layers) the output of the last layer *bef
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ class Target:
         if config.layers not in ("auto", "lean", "transformers"):
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)
+        _warn_of_changing_rope(folder, model_config)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations())
         model = model.to(device).eval().requires_grad_(False)
         if dtype == torch.float64:
@@ -206,6 +208,20 @@ class Target:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
         logits = self.trunk.finish_logits(self._lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _warn_of_changing_rope(folder: Path, config: Any) -> None:
+    """Of such a rope, what a row gives depends on the longest row beside it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
+    if kinds:
+        warnings.warn(
+            f"{folder}: the frequencies of rope_type {min(kinds)} change with the longest position "
+            "of a batch; states and answers are exact up to the original length only: keep "
+            "data.rows.max_length within it",
+            stacklevel=3,
+        )
 
 
 def eos_ids(folder: Path | str, config: Any) -> frozenset[int]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..models.formats import layout as find_layout
 from ..models.heads import compare_targets, load_head, save_head
 from ..models.provenance import write_provenance
+from ..models.skeleton import text_config
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
@@ -45,7 +45,7 @@ def run(config: Config, invocation: Invocation) -> None:
     out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
     folder = prepare_folder(config.target)
     found = read(source)
-    _same_shape(source, found.head.target_config, AutoConfig.from_pretrained(folder), folder)
+    _same_shape(source, found.head.target_config, text_config(folder), folder)
     # An export says what the head was trained on; what comes from elsewhere belongs to this target.
     present = fingerprint(folder)
     marks = found.meta.get("target_fingerprint", present)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..data.backend import byte_token_ids
@@ -24,6 +23,7 @@ from ..data.vocabulary import draft_vocabulary
 from ..models.files import atomic_write_json, changes, read_json
 from ..models.heads import Head, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
+from ..models.skeleton import text_config
 from ..models.target import (
     eos_ids,
     fingerprint,
@@ -90,7 +90,7 @@ def train(config: Config, invocation: Invocation) -> None:
     barrier()
     folder = prepare_folder(config.target)
     client = connect(config, roles)
-    target_config = AutoConfig.from_pretrained(folder)
+    target_config = text_config(folder)
     marks = fingerprint(folder)
     rows = Rows.open(artifacts.learned)
     rows.require_tokenizer(marks)
@@ -125,7 +125,7 @@ def _train(
     """From the first step, or the newest checkpoint, to the written head; the steps of both."""
     artifacts = Artifacts.of(config)
     device = torch_device(config.target.device)
-    target_config = AutoConfig.from_pretrained(folder)
+    target_config = text_config(folder)
     source = feed.train()
     torch.manual_seed(config.train.seed)
     scale = state_rms(source)

@@ -181,6 +181,25 @@ def test_rotary_tables_follow_the_device_and_keep_their_dtype(target: Target):
     assert all(moved[name].device.type == "meta" for name, _ in tables)
 
 
+def test_a_rope_that_changes_with_the_batch_is_named(tmp_path: Path):
+    """Up to the original length it is exact, 1e-9; a head keeps its frequencies beyond."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
+    folder = save_toy("llama", tmp_path, rope_parameters=rope, max_position_embeddings=32)
+    with pytest.warns(UserWarning, match="rope_type dynamic change with the longest position"):
+        target = load(folder)
+    with Exact():
+        states = capture(target, ROWS, (2, 3))
+        ours = target.logits(target.trunk.norm(states[3]))
+    torch.testing.assert_close(
+        ours, torch.cat(logits_of_transformers(folder)), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(started(target)(states[2]), states[3], rtol=1e-9, atol=1e-9)
+    _, rotary = decoder_layer(target.config)
+    near, far = torch.arange(5)[None], torch.tensor([[0, 1, 2, 3, 100]])
+    like = torch.zeros(1, 5, 64)
+    assert torch.equal(rotary(like, near)[0][0, :4], rotary(like, far)[0][0, :4])
+
+
 def test_a_layernorm_family_is_refused(tmp_path: Path):
     """Its norm would be run as an RMSNorm."""
     settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
