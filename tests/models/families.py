@@ -56,7 +56,11 @@ def _yarn(**more: Any) -> dict[str, Any]:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama linear": {"model_type": "llama", "rope_parameters": _rope("linear", factor=2.0)},
+    "llama linear": {
+        "model_type": "llama",
+        "head_dim": 32,
+        "rope_parameters": _rope("linear", factor=2.0),
+    },
     "llama wide heads": {"model_type": "llama", "head_dim": 32, "attention_bias": True},
     "llama3 rope": {
         "model_type": "llama",
