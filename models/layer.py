@@ -132,15 +132,15 @@ def widen(layer: Any, rotary: Rotary) -> None:
             else than `residual_step`.
     """
     attention_module = layer.self_attn
-    projections = [getattr(attention_module, name, None) for name in _QKV]
-    for name, old in zip(_QKV, projections, strict=True):
-        if not isinstance(old, nn.Linear):
+    for name in _QKV:
+        if not isinstance(getattr(attention_module, name, None), nn.Linear):
             raise ValueError(
                 f"the attention of {type(layer).__name__} has no {name}; a head that attends over "
                 "2H needs q, k and v projections: use head.kind=mtp or head.kind=eagle"
             )
     _check_residual_step(layer, rotary)
-    for name, old in zip(_QKV, projections, strict=True):
+    for name in _QKV:
+        old = getattr(attention_module, name)
         new = nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None)
         nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         if new.bias is not None:

@@ -13,7 +13,7 @@ from drafting import GREEDY, Answers, answers_of, worst_difference
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
-from families import Exact, save_toy  # noqa: E402
+from families import Exact, save_toy  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from draftsmith.models.heads import HeadConfig  # noqa: E402
 from draftsmith.models.target import Target, TargetConfig  # noqa: E402

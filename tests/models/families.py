@@ -177,7 +177,7 @@ class Exact(TorchFunctionMode):
     """float64 stays float64 where the families step down to float32 (softmax, router, rotary): both
     sides of a comparison then differ by float64's rounding alone. float32 is left alone."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         steps = func in (torch.Tensor.to, torch.Tensor.type, nn.functional.softmax)
         if func is torch.Tensor.float and args[0].dtype == torch.float64:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_a_rope_that_changes_with_the_batch_is_named(tmp_path: Path):
 
 def test_a_layernorm_family_is_refused(tmp_path: Path):
     """Its norm would be run as an RMSNorm."""
-    settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    settings: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = CohereConfig(vocab_size=64, intermediate_size=32, pad_token_id=0, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="CohereLayerNorm; only RMSNorm"):
