@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .attention import AttentionContext
@@ -32,6 +33,8 @@ class HubStack:
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
+        if hasattr(decoder, "embedding_multiplier"):  # Granite's; the trunk's embeddings have it
+            decoder.embedding_multiplier = 1.0
         self.num_layers = len(decoder.layers)
 
     def forward(
@@ -43,7 +46,7 @@ class HubStack:
     ) -> dict[int, Tensor]:
         """See `DecoderStack`."""
         caught: dict[int, Tensor] = {}
-        wanted = {*boundaries, self.num_layers}
+        wanted = {*boundaries, 0, self.num_layers}
         unknown = sorted(k for k in wanted if not 0 <= k <= self.num_layers)
         if unknown:
             raise ValueError(
@@ -54,6 +57,8 @@ class HubStack:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 states = args[0] if args else kwargs["hidden_states"]
                 caught[boundary] = states[0]
+                if boundary == 0 and states.data_ptr() != embeds.data_ptr():
+                    _same(states[0], embeds)
 
             return hook
 
@@ -71,4 +76,12 @@ class HubStack:
         finally:
             for handle in handles:
                 handle.remove()
-        return caught
+        return {k: caught[k] for k in (*boundaries, self.num_layers)}
+
+
+def _same(entered: Tensor, embeds: Tensor) -> None:
+    if not torch.equal(entered, embeds):
+        raise ValueError(
+            "the target's decoder changes the embeddings before its first layer in a way that is "
+            "not known here; its family is not supported"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..kernels.rms_norm import rms_norm
 
@@ -33,33 +34,52 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], the dtype of x."""
-        weight = (self.weight if self.style == "rms" else 1.0 + self.weight).to(x.dtype)
+        if self.style == "gemma":  # rounded once, after the weight, as transformers' is
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return self._scaled(x.to(wide), 1.0 + self.weight.to(wide)).to(x.dtype)
+        return self._scaled(x, self.weight.to(x.dtype))
+
+    def _scaled(self, x: Tensor, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled() or x.dim() != 2:
             return F.rms_norm(x, self.weight.shape, weight, self.eps)
         return rms_norm(x, weight, self.eps)
 
 
-def norm_style(module: nn.Module) -> str:
-    """The style of a transformers norm module, by its class."""
-    return "gemma" if type(module).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) else "rms"
-
-
 def own_norm(module: Any) -> RMSNorm:
-    """Our norm with a transformers RMSNorm's weight, eps and style.
+    """Our norm with an RMSNorm's weight, eps and style; the style is what the module does to a
+    row, since its name does not tell.
 
+    Args:
+        module: of transformers (its weight may lie on the meta device), or one of ours.
     Raises:
         ValueError: the module is not an RMSNorm (LayerNorm targets are not supported).
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if eps is None or not isinstance(getattr(module, "weight", None), Tensor):
-        raise ValueError(
-            f"the target's norm is a {type(module).__name__}; only RMSNorm targets are supported"
-        )
-    norm = RMSNorm(module.weight.shape[0], float(eps), norm_style(module))
-    norm.weight = nn.Parameter(
-        module.weight.detach().clone(), requires_grad=module.weight.requires_grad
-    )
+    weight = getattr(module, "weight", None)
+    if eps is None or not isinstance(weight, Tensor):
+        raise _unknown(module)
+    style = module.style if isinstance(module, RMSNorm) else _style(module, eps)
+    norm = RMSNorm(weight.shape[0], float(eps), style)
+    norm.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     return norm
+
+
+@torch.no_grad()
+def _style(module: Any, eps: float) -> str:
+    size = module.weight.shape[0]
+    row, weight = torch.linspace(0.5, 1.5, size), torch.full((size,), 0.5)
+    normed = row * torch.rsqrt(row.square().mean() + eps)
+    out = functional_call(module, {"weight": weight}, row)
+    for style, factor in (("rms", 0.5), ("gemma", 1.5)):
+        if torch.allclose(out, normed * factor, rtol=1e-3):
+            return style
+    raise _unknown(module)
+
+
+def _unknown(module: Any) -> ValueError:
+    return ValueError(
+        f"the target's norm is a {type(module).__name__}; only RMSNorm targets are supported"
+    )
 
 
 def use_own_norms(module: nn.Module) -> None:

@@ -7,22 +7,23 @@ entering layer k, and L (the number of layers) the output of the last layer *bef
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..kernels.packed_linear import PackedLinear
-from . import attention
 from .attention import AttentionContext
 from .decoder import DecoderStack, HubStack
 from .files import content_hash, read_json, sha256_file
 from .gguf import convert_gguf
 from .lean import LeanStack
 from .norm import use_own_norms
+from .skeleton import implementations, text_config
 from .source import resolve
 from .trunk import Trunk, tensor_files
 
@@ -157,14 +158,12 @@ class Target:
         mode."""
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
-        attention.register()
-        model_config = AutoConfig.from_pretrained(folder)
+        model_config = text_config(folder)
         if config.layers not in ("auto", "lean", "transformers"):
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
-        )
+        _warn_of_changing_rope(folder, model_config)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations())
         model = model.to(device).eval().requires_grad_(False)
         if dtype == torch.float64:
             use_own_norms(model)
@@ -218,6 +217,20 @@ class Target:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
         logits = self.trunk.finish_logits(self._lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _warn_of_changing_rope(folder: Path, config: Any) -> None:
+    """Of such a rope, what a row gives depends on the longest row beside it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
+    if kinds:
+        warnings.warn(
+            f"{folder}: the frequencies of rope_type {min(kinds)} change with the longest position "
+            "of a batch; states and answers are exact up to the original length only: keep "
+            "data.rows.max_length within it",
+            stacklevel=3,
+        )
 
 
 def eos_ids(folder: Path | str, config: Any) -> frozenset[int]:

@@ -18,12 +18,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from .layer import one_layer_model
-from .norm import own_norm
-
-_EMBEDDING = "model.embed_tokens.weight"
-_NORM = "model.norm.weight"
-_LM_HEAD = "lm_head.weight"
+from .norm import RMSNorm, own_norm
+from .skeleton import name_of, read_tensors, skeleton
 
 
 class Trunk:
@@ -77,15 +73,21 @@ class Trunk:
         """Read the three tensors of a Hugging Face safetensors folder and nothing else.
 
         Raises:
-            ValueError: a tensor is missing, or an lm_head is neither in the files nor tied.
+            ValueError: a tensor is missing or of another vocabulary than the configuration's, an
+                lm_head is neither in the files nor tied, or the family makes embeddings or logits
+                in a way that is not known here.
         """
         folder = Path(folder)
-        files = tensor_files(folder)
         config = AutoConfig.from_pretrained(folder)
-        embedding = _read(files, _EMBEDDING, folder).to(device, dtype)
+        text = config.get_text_config(decoder=True)
+        model = skeleton(config)
+        name = f"{name_of(model, model.get_output_embeddings())}.weight"
+        found = _read(folder, model, model.get_input_embeddings(), _norm(model), optional=name)
+        embedding, weight, head = found
+        embedding = embedding.to(device, dtype)
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        if _LM_HEAD in files:
-            head = _read(files, _LM_HEAD, folder).to(device, dtype)
+        if head is not None:
+            head = head.to(device, dtype)
             if tied and torch.equal(head, embedding):
                 head = embedding
             elif tied:
@@ -99,20 +101,25 @@ class Trunk:
             head = embedding
         else:
             raise ValueError(
-                f"{folder}: no tensor {_LM_HEAD!r} and tie_word_embeddings is false; the "
+                f"{folder}: no tensor {name!r} and tie_word_embeddings is false; the "
                 "checkpoint is incomplete "
                 "(a random head would be used); complete it or set tie_word_embeddings"
             )
-        norm = own_norm(one_layer_model(config).norm.to_empty(device="cpu"))
-        norm.load_state_dict({"weight": _read(files, _NORM, folder)}, strict=True)
-        return cls(
+        if not len(embedding) == len(head) == text.vocab_size:
+            raise ValueError(
+                f"{folder}: {len(embedding)} embeddings and {len(head)} rows of lm_head, but "
+                f"config.json has vocab_size={text.vocab_size}; the files are of two models"
+            )
+        trunk = cls(
             embedding,
-            norm.to(device, dtype),
+            _filled(_norm(model), weight).to(device, dtype),
             head,
-            multiplier=_embedding_multiplier(config),
-            logit_scale=float(getattr(config, "logit_scale", None) or 1.0),
-            softcap=getattr(config, "final_logit_softcapping", None),
+            multiplier=_embedding_multiplier(model, text, dtype),
+            logit_scale=_logit_scale(text),
+            softcap=getattr(text, "final_logit_softcapping", None),
         )
+        _confirm(trunk, model, folder)
+        return trunk
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [N] int -> [N, H]."""
@@ -177,19 +184,79 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _read(files: dict[str, Path], name: str, folder: Path) -> Tensor:
-    if name not in files:
-        close = sorted(key for key in files if key.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:])[
-            :3
-        ]
-        raise ValueError(
-            f"{folder}: no tensor {name!r} (similar: {close}); the trunk cannot be complete"
-        )
-    with safe_open(files[name], framework="pt") as file:
-        return file.get_tensor(name)
+def load_final_norm(folder: Path | str) -> RMSNorm:
+    """A target's final norm, float32 on the CPU; nothing else is read."""
+    folder = Path(folder)
+    model = skeleton(AutoConfig.from_pretrained(folder))
+    return _filled(_norm(model), _read(folder, model, _norm(model))[0]).float()
 
 
-def _embedding_multiplier(config: Any) -> float:
-    if str(config.model_type).startswith("gemma"):
-        return float(config.hidden_size**0.5)
+def _norm(model: Any) -> nn.Module:
+    return model.get_decoder().norm
+
+
+def _filled(module: nn.Module, weight: Tensor) -> RMSNorm:
+    norm = own_norm(module)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+def _read(folder: Path, model: Any, *modules: nn.Module, optional: str | None = None) -> list[Any]:
+    """The weight of each module, and what `optional` names or None."""
+    names = [f"{name_of(model, module)}.weight" for module in modules]
+    files = tensor_files(folder)
+    found = read_tensors(model, files, (*names, *filter(None, [optional])))
+    for name in names:
+        if name not in found:
+            end = name.rsplit(".", 2)[-2:]
+            close = sorted(key for key in files if key.rsplit(".", 2)[-2:] == end)[:3]
+            raise ValueError(
+                f"{folder}: no tensor {name!r} (similar: {close}); the trunk cannot be complete"
+            )
+    return [found[name] for name in names] + ([found.get(optional)] if optional else [])
+
+
+def _embedding_multiplier(model: Any, config: Any, dtype: torch.dtype) -> float:
+    # Gemma's factor is a tensor, rounded to the weights' dtype before it multiplies.
+    rounded = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)
+    if rounded is not None:
+        return float(torch.tensor(rounded, dtype=dtype))
     return float(getattr(config, "embedding_multiplier", None) or 1.0)
+
+
+def _logit_scale(config: Any) -> float:
+    # Granite divides by its factor, Cohere multiplies.
+    divided = float(getattr(config, "logits_scaling", None) or 1.0)
+    return float(getattr(config, "logit_scale", None) or 1.0) / divided
+
+
+@torch.no_grad()
+def _confirm(trunk: Trunk, model: Any, folder: Path) -> None:
+    """Run the family's own model without layers, on the first rows of the vocabulary: what enters
+    the norm and the logits must be the trunk's."""
+    rows, decoder = min(16, trunk.vocab_size), model.get_decoder()
+    decoder.layers = nn.ModuleList()
+    if hasattr(decoder, "rotary_emb"):
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config)
+    table = model.get_input_embeddings().to_empty(device=trunk.device).to(trunk.dtype)
+    decoder._init_weights(table)  # its factor, where it has one
+    ids = torch.arange(rows, device=trunk.device)
+    table.weight = nn.Parameter(trunk.embedding[:rows])
+    decoder.norm = trunk.final_norm
+    model.get_output_embeddings().weight = nn.Parameter(trunk.lm_head[:rows])
+    entered: list[Tensor] = []
+    hook = decoder.norm.register_forward_pre_hook(lambda _, args: entered.append(args[0][0]))
+    try:
+        logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    embeds = trunk.embed(ids)
+    for what, ours, own in (
+        ("embeddings", embeds, entered[0]),
+        ("logits", trunk.logits(trunk.norm(embeds), ids), logits),
+    ):
+        if not float((ours - own).abs().max()) <= 0.05 * float(own.abs().max()):
+            raise ValueError(
+                f"{folder}: the {what} of a {type(model).__name__} are made in a way that is not "
+                "known here; its family is not supported"
+            )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..conf.schema import Config
 from ..data.backend import byte_token_ids
@@ -26,6 +25,7 @@ from ..data.vocabulary import DraftVocabulary, draft_vocabulary
 from ..models.files import atomic_write_json, changes, read_json
 from ..models.heads import Head, LoadedHead, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
+from ..models.skeleton import text_config
 from ..models.target import (
     eos_ids,
     fingerprint,
@@ -102,7 +102,7 @@ def train(config: Config, invocation: Invocation) -> None:
     barrier()
     folder = prepare_folder(config.target)
     client = connect(config, roles)
-    target_config = AutoConfig.from_pretrained(folder)
+    target_config = text_config(folder)
     marks = fingerprint(folder)
     config, source = with_source(config, invocation, folder, marks)
     _require_steps(config)
@@ -144,7 +144,7 @@ def _train(
     """From the first step, or the newest checkpoint, to the written head."""
     artifacts = Artifacts.of(config)
     device = torch_device(config.target.device)
-    target_config = AutoConfig.from_pretrained(folder)
+    target_config = text_config(folder)
     source = feed.train()
     torch.manual_seed(config.train.seed)
     scale = state_rms(source)

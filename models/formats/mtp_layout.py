@@ -23,12 +23,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
 from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
 from ..heads.config import HeadConfig
 from ..heads.mtp import MTPHead
+from ..skeleton import text_config
 from ..trunk import tensor_files
 from .experts import fuse_experts, split_experts
 
@@ -121,7 +121,7 @@ class MTPLayout:
         """
         folder = Path(folder)
         raw = read_json(folder / "config.json")
-        target_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        target_config = text_config(folder)
         if target_folder is not None:
             compare_shapes(folder, target_config, target_folder)
         files, first, key = tensor_files(folder), self._first(target_config), self._count(raw)

@@ -6,10 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from ..files import read_json
 from ..heads.checkpoint import LoadedHead, compare_targets, load_head
+from ..skeleton import text_config
 from ..trunk import tensor_files
 from . import MTP_LAYOUTS
 from .mtp_layout import MTPLayout
@@ -24,7 +23,7 @@ def own_layout(folder: Path | str) -> MTPLayout | None:
     Plain transformers loading drops them without a word, so the files alone can tell.
     """
     names, kind = tensor_files(Path(folder)), read_json(Path(folder) / "config.json")["model_type"]
-    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    config = text_config(folder)
     return next((one for one in MTP_LAYOUTS if one.belongs(str(kind), names, config)), None)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
+from ..skeleton import text_config
 from .checkpoint import LoadedHead, compare_shapes, compare_targets, load_head, save_head
 from .config import HeadConfig, InitConfig, NormConfig, RecycleSpec, recycle_spec
 from .families import HEADS, head_class
@@ -80,7 +80,7 @@ def build_head(
             "one that it names"
         )
     if target_config is None:
-        target_config = AutoConfig.from_pretrained(target_folder)
+        target_config = text_config(target_folder)
     family = head_class(config.kind)
     head = family(config, target_config, None if draft_ids is None else len(draft_ids))
     if source is not None:

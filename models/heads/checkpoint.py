@@ -23,6 +23,7 @@ from transformers import AutoConfig
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json, sha256_file
 from ..provenance import provenance
+from ..skeleton import text_config
 from .config import HeadConfig
 from .families import head_class
 from .protocol import Head
@@ -206,7 +207,7 @@ def compare_shapes(source: Path, trained: Any, target_folder: Path | str) -> Non
     Raises:
         ValueError: they are of another shape; all differing values are told.
     """
-    present = AutoConfig.from_pretrained(target_folder).get_text_config(decoder=True)
+    present = text_config(target_folder)
     differing = [
         f"{name} {getattr(trained, name, None)!r}, the target {getattr(present, name, None)!r}"
         for name in _SHAPE

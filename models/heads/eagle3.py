@@ -2,7 +2,8 @@
 
     g_p = W [h_a ; h_b ; h_c]_p                    step 0; W: [H, B·H] (`fc`), no bias, raw states
     a_p = attention([enorm(E x_{p+1+k}) ; hnorm(g)])_p        its projections read 2H
-    x_p = g_p + a_p;  x_p = x_p + mlp(norm(x_p))   residual g, or hnorm(g) (`norm_before_residual`)
+    x_p = g_p + a_p;  x_p = x_p + mlp(norm(x_p))   residual g, or hnorm(g) (`norm_before_residual`);
+                                                   what is added as in the family's own layer
     ... further decoder layers of the target's family (`num_layers` > 1)
     q_p = softmax(lm_head norm(x_p))               lm_head: the head's own, [Vd, H]; no soft cap
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
-from ..layer import decoder_layer, residual_step, widen
+from ..layer import decoder_layer, drop_input_norm, residual_step, widen
 from ..lean import LeanLayer, lean_rotary
 from ..norm import RMSNorm
 from ..trunk import Trunk
@@ -32,11 +33,10 @@ class Eagle3Head(Head):
 
     Raises:
         ValueError: a target too shallow for the boundaries, or of a family whose attention has no
-        q, k and v projections.
+        q, k and v projections or whose layer is put together in a way of its own.
     """
 
     kind = "eagle3"
-    rotary: nn.Module
 
     def __init__(
         self, config: HeadConfig, target_config: Any, draft_vocab_size: int | None = None
@@ -45,12 +45,12 @@ class Eagle3Head(Head):
         size, eps = int(target_config.hidden_size), float(target_config.rms_norm_eps)
         parts = [decoder_layer(target_config, index) for index in range(config.num_layers)]
         layers = [layer for layer, _ in parts]
-        widen(layers[0])
+        widen(layers[0], parts[0][1])
         style = next((m.style for m in layers[0].modules() if isinstance(m, RMSNorm)), "rms")
         norms = config.norms
         # The first layer's attention input has the two norms below instead.
         for layer in layers[:1] if norms.attention_input else layers:
-            layer.input_layernorm = nn.Identity()
+            drop_input_norm(layer)
         self.fc = nn.Linear(len(self.boundaries) * size, size, bias=False)
         self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
         self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
@@ -60,7 +60,7 @@ class Eagle3Head(Head):
         self.lm_head = nn.Parameter(torch.zeros(vocabulary, size))
         self.num_layers = config.num_layers
         self.recycle = recycle_spec(config, style)
-        self.__dict__["rotary"] = parts[0][1]
+        self.rotary = parts[0][1]
 
     @classmethod
     def reads(cls, config: HeadConfig, target_layers: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Eagle3Head(Head):
         first, *others = cast("list[Any]", list(self.layers))
         x = residual_step(first, read, residual, rotary, context)
         for layer in others:
-            x = residual_step(layer, layer.input_layernorm(x), x, rotary, context)
+            x = residual_step(layer, None, x, rotary, context)
         return self._result(x)
 
     def _result(self, x: Tensor) -> HeadStep:

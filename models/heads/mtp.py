@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
-from ..layer import decoder_layer
+from ..layer import decoder_layer, drop_input_norm
 from ..lean import LeanLayer, lean_rotary
 from ..norm import RMSNorm
 from ..trunk import Trunk
@@ -38,8 +38,6 @@ class FusedModule(nn.Module):
             how the attention context knows its layer.
     """
 
-    rotary: nn.Module
-
     def __init__(self, config: HeadConfig, target_config: Any, index: int) -> None:
         super().__init__()
         size, eps = int(target_config.hidden_size), float(target_config.rms_norm_eps)
@@ -52,10 +50,8 @@ class FusedModule(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.norm = RMSNorm(size, eps, style) if norms.output else nn.Identity()
         if not norms.attention_input:
-            self.layer.input_layernorm = nn.Identity()
-        # A plain attribute: rotary tables follow from the configuration and belong in no
-        # checkpoint.
-        self.__dict__["rotary"] = rotary
+            drop_input_norm(self.layer)
+        self.rotary = rotary
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext

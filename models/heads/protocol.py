@@ -125,7 +125,4 @@ class Head(nn.Module):
         copy = type(self)(self.config, self.target_config, self.draft_vocab_size)
         copy.load_state_dict({name: value.detach() for name, value in self.state_dict().items()})
         copy = copy.to(device, dtype).eval().requires_grad_(False)
-        for module in copy.modules():
-            if "rotary" in module.__dict__:
-                module.__dict__["rotary"].to(device)
         return copy.lean() if lean and LeanStack.supports(self.target_config) else copy

@@ -18,16 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
-from ..layer import read_layer
+from ..layer import norm_places, read_layer
 from ..norm import RMSNorm
-from ..trunk import Trunk, tensor_files
+from ..trunk import Trunk, load_final_norm, tensor_files
 from .config import InitConfig
 
-_READERS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-_WRITERS = ("o_proj.weight", "down_proj.weight")
+_READERS = {
+    "before_attention": [
+        f"self_attn.{name}.weight"
+        for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    ],
+    "before_mlp": [f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj")],
+}
+"""What reads the stream, by the norm that it reads it through."""
+_WRITERS = {"after_attention": "self_attn.", "after_mlp": "mlp."}
+"""What adds to the stream, by the norm behind it."""
 _INPUT_NORM = "input_layernorm.weight"
-_NORMS = (_INPUT_NORM, "post_attention_layernorm.weight")
+_LAST = (".o_proj", ".down_proj")
 
 
 class Start:
@@ -77,9 +86,14 @@ class Start:
         return float(rows.median()) * abs(self.trunk.multiplier)
 
     @cached_property
+    def final_norm(self) -> RMSNorm:
+        """The target's final norm, read alone."""
+        return load_final_norm(self.folder)
+
+    @cached_property
     def normed_rms(self) -> float:
         """The usual RMS of a state after the target's final norm: that of the norm's weight."""
-        return float(effective_weight(self.trunk.final_norm).square().mean().sqrt())
+        return float(effective_weight(self.final_norm).square().mean().sqrt())
 
     def frame(self, output_norm: nn.Module) -> Tensor:
         """[H]: what the residual stream of the head is multiplied by against the target's own. Ones
@@ -87,7 +101,7 @@ class Start:
         that the stream itself is what lm_head reads."""
         if isinstance(output_norm, RMSNorm):
             return torch.ones(int(self.config.hidden_size))
-        weight = effective_weight(self.trunk.final_norm)
+        weight = effective_weight(self.final_norm)
         least = 0.05 * self.normed_rms  # it is divided by
         weight = torch.where(weight.abs() < least, least, weight)
         return weight * (self.init.output_scale / self.state_rms)
@@ -99,7 +113,7 @@ class Start:
     def output_norm(self, norm: nn.Module) -> None:
         """The target's final norm, scaled down."""
         if isinstance(norm, RMSNorm):
-            norm.load_state_dict(self.trunk.final_norm.state_dict())
+            norm.load_state_dict(self.final_norm.state_dict())
             offset = 1.0 if norm.style == "gemma" else 0.0
             norm.weight.add_(offset).mul_(self.init.output_scale).sub_(offset)
 
@@ -114,13 +128,11 @@ class Start:
         if self.init.layer != "target-last":
             return
         tensors = self.last_layer()
-        if isinstance(layer.input_layernorm, nn.Identity):
-            gain = tensors.pop(_INPUT_NORM, None)
-            if gain is not None:
-                gain = _effective(gain, layer) / (self.state_rms * frame)
-                for name in (f"self_attn.{reader}.weight" for reader in _READERS):
-                    if name in tensors:
-                        tensors[name] = tensors[name] * gain
+        if isinstance(getattr(layer, "input_layernorm", None), nn.Identity):
+            gain = _effective(tensors.pop(_INPUT_NORM), layer) / (self.state_rms * frame)
+            _fold(tensors, "before_attention", gain)
+        elif not bool((frame == 1).all()) and norm_places(layer).before_attention is None:
+            _fold(tensors, "before_attention", 1 / frame)
         self._load(layer, tensors, frame)
 
     def wide_layer(
@@ -135,26 +147,40 @@ class Start:
         if self.init.layer != "target-last":
             return
         tensors = self.last_layer()
-        gain = tensors.pop(_INPUT_NORM, torch.ones_like(frame))
+        if _INPUT_NORM in tensors:
+            gain = _effective(tensors.pop(_INPUT_NORM), layer)
+        else:  # the family's attention reads the stream as it is
+            gain = torch.full_like(frame, self.state_rms)
         columns: list[Tensor] = []
         sizes = (self.embedding_rms * torch.ones_like(frame), self.state_rms * frame)
         for norm, size in zip((embedding_norm, state_norm), sizes, strict=True):
             if isinstance(norm, RMSNorm):
-                norm.load_state_dict({"weight": gain})
+                norm.load_state_dict({"weight": gain - float(norm.style == "gemma")})
                 columns.append(torch.ones_like(gain) if norm is embedding_norm else _undo(frame))
             else:
-                columns.append(_effective(gain, layer) / size)
+                columns.append(gain / size)
         columns[0] = columns[0] * self.init.embedding_share
-        for name in (f"self_attn.{reader}.weight" for reader in _READERS):
+        for name in _READERS["before_attention"]:
             if name in tensors:
-                tensors[name] = torch.cat([tensors[name], tensors[name]], 1) * torch.cat(columns)
+                tensors[name] = torch.cat([tensors[name], tensors[name]], 1)
+        _fold(tensors, "before_attention", torch.cat(columns))
         self._load(layer, tensors, frame)
 
     def last_layer(self) -> dict[str, Tensor]:
-        """The tensors of the target's last layer, float32."""
-        files = tensor_files(self.folder)
-        last = int(self.config.num_hidden_layers) - 1
-        return {name: value.float() for name, value in read_layer(files, last).items()}
+        """The tensors of the target's last layer, float32.
+
+        Raises:
+            ValueError: the files hold no such layer, or hold it quantised.
+        """
+        config = AutoConfig.from_pretrained(self.folder)
+        found = read_layer(config, tensor_files(self.folder))
+        packed = sorted(name for name, value in found.items() if value.element_size() == 1)
+        if packed:
+            raise ValueError(
+                f"{self.folder}: {packed[:4]} are stored in a quantised form; use "
+                "head.init.layer=random or a checkpoint in bfloat16"
+            )
+        return {name: value.float() for name, value in found.items()}
 
     def _load(self, layer: nn.Module, tensors: dict[str, Tensor], frame: Tensor) -> None:
         odd = sorted(set(tensors) ^ set(layer.state_dict()))
@@ -164,13 +190,45 @@ class Start:
                 "layer, not in both; use head.init.layer=random"
             )
         if not bool((frame == 1).all()):
-            for name in tensors:
-                if name.endswith(_WRITERS):
-                    tensors[name] = tensors[name] * frame[:, None]
-                elif name in _NORMS:
-                    undone = _effective(tensors[name], layer) * _undo(frame)
-                    tensors[name] = undone - _effective(torch.zeros_like(undone), layer)
+            self._reframe(layer, tensors, frame)
         layer.load_state_dict(tensors)
+
+    def _reframe(self, layer: nn.Module, tensors: dict[str, Tensor], frame: Tensor) -> None:
+        """Read the stream out of `frame`, add to it inside of `frame`; in place."""
+        places = norm_places(layer)._asdict()
+
+        def scale(norm: str, factor: Tensor) -> None:
+            name = f"{norm}.weight"
+            if name in tensors:  # not where the head has none
+                scaled = _effective(tensors[name], layer) * factor
+                tensors[name] = scaled - _effective(torch.zeros_like(scaled), layer)
+
+        for place in ("before_attention", "before_mlp"):
+            if places[place] is not None:
+                scale(places[place], _undo(frame))
+        if places["before_mlp"] is None:
+            _fold(tensors, "before_mlp", 1 / frame)
+        for place, part in _WRITERS.items():
+            if places[place] is not None:
+                scale(places[place], frame)
+                continue
+            for name, value in tensors.items():
+                if name.startswith(part) and name.removesuffix(".weight").endswith(_LAST):
+                    tensors[name] = value * frame[:, None]  # experts: [E, H, I]
+                elif name.startswith(part) and name.endswith(tuple(f"{x}.bias" for x in _LAST)):
+                    tensors[name] = value * frame
+
+
+def _fold(tensors: dict[str, Tensor], place: str, gain: Tensor) -> None:
+    """Multiply the columns of what reads the stream at `place` by gain [width]; in place."""
+    readers = [name for name in _READERS[place] if name in tensors]
+    if not readers:
+        raise ValueError(
+            f"none of the target's tensors {sorted(tensors)[:6]} is known to read the stream "
+            f"({place}); keep the head's norms, or use head.init.layer=random"
+        )
+    for name in readers:
+        tensors[name] = tensors[name] * gain
 
 
 def effective_weight(norm: nn.Module) -> Tensor:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from draftsmith.data.batches import PackedBatch
 from draftsmith.inference.batch import Batch
+from draftsmith.inference.capture import capture
+from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.drafters import Proposal
+from draftsmith.inference.engine import Engine
 from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.inference.pages import KVPool
 from draftsmith.inference.sequence import Sequence
-from draftsmith.models.heads import HeadStep
+from draftsmith.models.heads import Head, HeadStep
 from draftsmith.models.target import Target
+from draftsmith.train.unroll import split_states, unroll
+
+Answers = dict[tuple[int, ...], list[int]]
+"""prompt -> the target's own greedy continuation."""
+GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
 
 class Script:
@@ -21,9 +33,7 @@ class Script:
         answers: prompt (as a tuple) -> the target's own greedy continuation.
     """
 
-    def __init__(
-        self, answers: dict[tuple[int, ...], list[int]], pattern: list[int], vocab_size: int
-    ) -> None:
+    def __init__(self, answers: Answers, pattern: list[int], vocab_size: int) -> None:
         self.answers = answers
         self.pattern = pattern
         self.vocab_size = vocab_size
@@ -116,3 +126,64 @@ class ForcedHeadDrafter(HeadDrafter):
         drafts = slot - shift + 1 + step - (len(sequence.tokens) - 1)
         pattern = self.script.pattern
         return drafts > pattern[self.script.round.get(sequence.id, 0) % len(pattern)]
+
+
+def answers_of(
+    target: Target, prompts: list[list[int]], params: SamplingParams = GREEDY
+) -> Answers:
+    """What the target says without drafts."""
+    plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(prompts, params)
+    return {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
+
+
+def worst_difference(
+    target: Target, head: Head, steps: int, chunk: int, answers: Answers
+) -> torch.Tensor:
+    """[K]: how far any row of a training unroll lies from the engine's own, with prefill in chunks
+    and every accept count forced in turn.
+
+    Step-0 rows are those written last (after each refill from true states); step-k rows those whose
+    drafts so far were the text's own.
+    """
+    prompts = [list(prompt) for prompt in answers]
+    wanted = replace(GREEDY, max_new_tokens=max(len(answer) for answer in answers.values()))
+    script = Script(answers, [*range(steps + 1), steps], target.vocab_size)
+    drafter = ForcedHeadDrafter(head, None, script)
+    # One request at a time: with chunks of one row, a batch could not even hold one row of each.
+    engine = Engine(
+        target,
+        EngineConfig(
+            draft_tokens=steps,
+            max_batch=1,
+            max_step_tokens=chunk,
+            page_size=4,
+            pool_tokens=256,
+            poison=True,
+        ),
+        drafter,
+    )
+    texts = engine.run(prompts, wanted)
+    worst = torch.zeros(steps, dtype=torch.float64)
+    compared = [0] * steps
+    boundaries = tuple(sorted({*head.boundaries, target.num_layers}))
+    for sequence in texts:
+        tokens = torch.tensor(sequence.tokens)
+        captured = capture(target, [tokens], boundaries)
+        hidden = torch.cat([captured[k] for k in boundaries], -1)
+        batch = PackedBatch(
+            tokens=tokens,
+            supervised=torch.ones(len(tokens), dtype=torch.bool),
+            hidden=hidden,
+            starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
+            positions=torch.arange(len(tokens)),
+            row_ids=(sequence.id,),
+        )
+        with torch.no_grad():
+            read = split_states(hidden, boundaries, target.hidden_size)
+            states = unroll(head, target.trunk, batch, steps, states=read)
+        for (identity, position, step), row in drafter.rows.items():
+            if identity == sequence.id and step < steps and position + 1 + step < len(tokens):
+                compared[step] += 1
+                worst[step] = max(worst[step], (states[step, position] - row).abs().max().double())
+    assert compared[0] >= sum(len(p) for p in prompts) and all(compared)
+    return worst

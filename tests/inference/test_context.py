@@ -8,69 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS, away_from_its_start
-from drafting import ForcedHeadDrafter, Script
+from drafting import GREEDY, ForcedHeadDrafter, Script, answers_of, worst_difference
 
-from draftsmith.data.batches import PackedBatch
-from draftsmith.inference.capture import capture
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine
 from draftsmith.models.attention import PackedContext
 from draftsmith.models.heads import Head, HeadConfig, NormConfig
 from draftsmith.models.target import Target, TargetConfig
-from draftsmith.train.unroll import split_states, unroll
-
-GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
-
-
-def worst_difference(target: Target, head: Head, steps: int, chunk: int) -> torch.Tensor:
-    """[K]: how far any row of a training unroll lies from the engine's own, with prefill in chunks
-    and every accept count forced in turn.
-
-    Step-0 rows are those written last (after each refill from true states); step-k rows those whose
-    drafts so far were the text's own.
-    """
-    plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
-    answers = {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
-    script = Script(answers, [*range(steps + 1), steps], target.vocab_size)
-    drafter = ForcedHeadDrafter(head, None, script)
-    # One request at a time: with chunks of one row, a batch could not even hold one row of each.
-    engine = Engine(
-        target,
-        EngineConfig(
-            draft_tokens=steps,
-            max_batch=1,
-            max_step_tokens=chunk,
-            page_size=4,
-            pool_tokens=256,
-            poison=True,
-        ),
-        drafter,
-    )
-    texts = engine.run(PROMPTS, GREEDY)
-    worst = torch.zeros(steps, dtype=torch.float64)
-    compared = [0] * steps
-    boundaries = tuple(sorted({*head.boundaries, target.num_layers}))
-    for sequence in texts:
-        tokens = torch.tensor(sequence.tokens)
-        captured = capture(target, [tokens], boundaries)
-        hidden = torch.cat([captured[k] for k in boundaries], -1)
-        batch = PackedBatch(
-            tokens=tokens,
-            supervised=torch.ones(len(tokens), dtype=torch.bool),
-            hidden=hidden,
-            starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            positions=torch.arange(len(tokens)),
-            row_ids=(sequence.id,),
-        )
-        with torch.no_grad():
-            read = split_states(hidden, boundaries, target.hidden_size)
-            states = unroll(head, target.trunk, batch, steps, states=read)
-        for (identity, position, step), row in drafter.rows.items():
-            if identity == sequence.id and step < steps and position + 1 + step < len(tokens):
-                compared[step] += 1
-                worst[step] = max(worst[step], (states[step, position] - row).abs().max().double())
-    assert compared[0] >= sum(len(p) for p in PROMPTS) and all(compared)
-    return worst
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -79,7 +23,7 @@ def test_training_rows_equal_the_engines_rows(
     target: Target, any_head: Head, steps: int, chunk: int
 ):
     """Every family, K = 1, 2, 4 drafts, prefill in chunks of 1, 3 and whole, float64."""
-    worst = worst_difference(target, any_head, steps, chunk)
+    worst = worst_difference(target, any_head, steps, chunk, answers_of(target, PROMPTS))
     assert float(worst.max()) < 1e-9, worst
 
 
@@ -102,7 +46,7 @@ def test_whatever_is_fed_and_recycled_both_do_alike(target: Target, name: str):
     and not dropped by both."""
     config = RECYCLED[name]
     head = away_from_its_start(config, target)
-    assert float(worst_difference(target, head, 4, 3).max()) < 1e-9
+    assert float(worst_difference(target, head, 4, 3, answers_of(target, PROMPTS)).max()) < 1e-9
     plain = replace(config, hidden_first=False, recycle_raw=False, mask_position_zero=False)
     other = type(head)(plain, head.target_config).double()
     other.load_state_dict(head.state_dict())
@@ -124,7 +68,7 @@ def test_training_rows_equal_the_engines_rows_in_float32(target: Target, head: H
     small = Target.load(TargetConfig(source=str(target.folder), dtype="float32", device="cpu"))
     copy = type(head)(head.config, head.target_config)
     copy.load_state_dict({name: value.float() for name, value in head.state_dict().items()})
-    worst = worst_difference(small, copy, 4, chunk)
+    worst = worst_difference(small, copy, 4, chunk, answers_of(small, PROMPTS))
     assert float(worst.max()) < 1e-4, worst
 
 
@@ -134,9 +78,7 @@ def test_head_keys_after_any_round_are_those_of_true_states(
 ):
     """After each step the head's pages equal pages rebuilt by one prefill over the same text."""
     head = any_head
-    plain = Engine(target, EngineConfig(draft_tokens=0, pool_tokens=1024)).run(PROMPTS, GREEDY)
-    answers = {tuple(s.tokens[: s.num_prompt]): s.output for s in plain}
-    script = Script(answers, [2, 0, 3, 1], target.vocab_size)
+    script = Script(answers_of(target, PROMPTS), [2, 0, 3, 1], target.vocab_size)
     settings = EngineConfig(max_batch=max_batch, page_size=4, pool_tokens=1024, poison=True)
     drafter = ForcedHeadDrafter(head, None, script)
     engine = Engine(target, settings, drafter)

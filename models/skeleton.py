@@ -1,0 +1,100 @@
+"""The target as transformers builds it, without its memory.
+
+A model on the meta device costs a tenth of a second whatever its size. A head takes its layer from
+it, so that the layer is of the kind that the target's *last* one is (dense or experts, sliding or
+full attention): the only layer of a one-layer copy of the configuration would be of the first's
+kind. Parts of a checkpoint are read under the library's own rules for names: experts that the files
+hold one by one and the module holds in one tensor, other prefixes of multimodal models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from . import attention, experts
+
+
+def text_config(folder: Path | str) -> Any:
+    """transformers' configuration of a checkpoint folder; of a multimodal model, its text part."""
+    return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+
+
+def skeleton(config: Any) -> Any:
+    """The causal language model of a configuration on the meta device, with our attention and
+    experts; the configuration itself is left as it is."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(deepcopy(config), **implementations())
+
+
+def implementations() -> dict[str, str]:
+    """What makes transformers build a model with our functions, registered."""
+    attention.register()
+    experts.register()
+    return {
+        "attn_implementation": attention.IMPLEMENTATION,
+        "experts_implementation": experts.IMPLEMENTATION,
+    }
+
+
+def name_of(model: nn.Module, part: nn.Module) -> str:
+    """The dotted name of a module inside `model`."""
+    return next(name for name, module in model.named_modules() if module is part)
+
+
+def read_tensors(
+    model: Any, files: dict[str, Path], prefixes: str | tuple[str, ...]
+) -> dict[str, Tensor]:
+    """What the files hold for the part of a model whose tensor names start with a prefix.
+
+    Args:
+        model: a skeleton. files: tensor name -> file, see `trunk.tensor_files`.
+    Returns:
+        tensor name in the model -> tensor, dtype as stored; whatever else lies in the files under
+        such a name is there too, so that the caller can refuse it.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    known = model.state_dict()
+    wanted: dict[str, tuple[str, str | None]] = {}
+    for key in sorted(files, key=dot_natural_key):  # experts in the order of their numbers
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, known
+        )
+        if name.startswith(prefixes):
+            wanted[key] = name, pattern
+    tensors = _read(files, wanted)
+    parts: dict[str, Any] = {}
+    for key, (name, pattern) in wanted.items():
+        rule = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+        part = parts.setdefault(name, deepcopy(rule))
+        part.add_tensor(name, key, key if pattern is None else pattern, tensors.pop(key))
+    found: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        for target, value in part.convert(name, model=model, config=model.config).items():
+            found[target] = value[0] if isinstance(value, list) else value
+    return found
+
+
+def _read(files: dict[str, Path], names: Iterable[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted({files[name] for name in names}):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in names if files[name] == path}
+    return found
