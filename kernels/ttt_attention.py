@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .jit import use_triton
+from .ttt_attention_flash import flash_serves, ttt_attention_flash
 from .ttt_attention_fused import ttt_attention_fused
 
 QUERY_BLOCK = 128  # queries a block; measured on bf16 and fp32 CPU matmuls against 64, 256 and 512
@@ -92,6 +93,11 @@ def ttt_attention(
     bounds = _check(q, k0, v0, chain_k, chain_v, starts, window)
     if use_triton(q):
         return ttt_attention_fused(q, k0, v0, chain_k, chain_v, bounds, scaling, window, softcap)
+    longest = max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    if window is not None and window >= longest + len(chain_k):
+        window = None  # it reaches over every document
+    if flash_serves(q, v0, window, softcap):
+        return ttt_attention_flash(q, k0, v0, chain_k, chain_v, bounds, scaling)
     plan = _Plan(bounds, scaling, window, softcap, len(chain_k))
     return _TTTAttention.apply(plan, q, k0, v0, *chain_k, *chain_v)
 
