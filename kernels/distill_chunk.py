@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .compiled import Compiled, use_compiled
 from .jit import Kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ def distill_chunk(
     Returns:
         The figures of each row.
     """
+    if use_compiled(students):
+        return ChunkFigures(
+            *_fused(students, teachers, rows, float(logit_scale), softcap, with_gradient)
+        )
     if not use_triton(students):
         return distill_chunk_reference(
             students,
@@ -115,6 +120,39 @@ def distill_chunk(
             num_warps=8,
         )
     return ChunkFigures(cross, kl, acceptance, tops[0], tops[1])
+
+
+@Compiled
+def _fused(
+    students: Tensor,
+    teachers: Tensor,
+    rows: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    with_gradient: bool,
+) -> tuple[Tensor, ...]:
+    """The reference with each exponential taken once, and a teacher row's for all its students."""
+    z, t = students.float() * logit_scale, teachers.float() * logit_scale
+    if softcap is not None:
+        z, t = softcap * torch.tanh(z / softcap), softcap * torch.tanh(t / softcap)
+    best_t, best = t.amax(-1, keepdim=True), z.amax(-1, keepdim=True)
+    mass_t, mass = (t - best_t).exp(), (z - best).exp()
+    sum_t, sum_z = mass_t.sum(-1, keepdim=True), mass.sum(-1, keepdim=True)
+    log_t, log_z = best_t + sum_t.log(), best + sum_z.log()
+    p = mass_t / sum_t
+    entropy = log_t.squeeze(-1) - (p * t).sum(-1)
+    wanted, q = p[rows], mass / sum_z
+    cross = log_z.squeeze(-1) - (wanted * z).sum(-1)
+    acceptance = torch.minimum(wanted, q).sum(-1)
+    # An argmax is not vectorised; the least of the columns that hold the maximum is.
+    column = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
+    last = z.shape[-1] - 1
+    top = torch.where(z == best, column, last).amin(-1).long()
+    top_t = torch.where(t == best_t, column, last).amin(-1).long()
+    if with_gradient:
+        slope = q - wanted
+        students.copy_(slope if softcap is None else slope * (1 - (z / softcap).square()))
+    return cross, cross - entropy[rows], acceptance, top, top_t[rows]
 
 
 @Kernel

@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .compiled import use_compiled
+from .distill_chunk import distill_chunk
+from .jit import use_triton
 from .logit_chunks import Readout, Workspace, default_rows, row_chunks, top_columns
 from .losses import STATES, LossConfig, Pair, mix, parse, smooth_l1
 
@@ -190,6 +193,20 @@ def _forward(
         head_grad = torch.zeros(num_columns, width, dtype=accurate, device=device)
     limit = chunk or default_rows(device, num_columns)
     space = None
+    finish = of_teacher.scale, of_teacher.softcap
+    fused = plain and full_head is None and finish == (of_student.scale, of_student.softcap)
+    like = of_teacher.head.new_empty(0, num_columns)
+    fused = fused and (use_compiled(like) or use_triton(like))
+
+    def pull(final: Tensor, rows: Tensor, states: Tensor) -> None:
+        """Gradients of states and head from that of the raw logits, but for its factors."""
+        assert grad is not None
+        scale = (flat_weight[rows] * of_student.scale)[:, None]
+        pulled = torch.mm(final, of_student.head).to(accurate)
+        grad[rows] = pulled.mul_(scale).to(grad.dtype)
+        if head_grad is not None:
+            head_grad.add_(torch.mm(final.T, (states * scale).to(compute)))
+
     for part in row_chunks(weight, limit):
         num_teachers = part.teacher.numel()
         rows = torch.cat(
@@ -198,7 +215,25 @@ def _forward(
         teachers, states = teacher[part.teacher].to(compute), flat_students[rows].to(compute)
         size = num_teachers + rows.numel()
         if space is None:  # the first chunk is the largest: rows with most students come first
-            space = Workspace(max(limit, size), num_columns, compute, accurate, device)
+            space = Workspace(max(limit, size), num_columns, compute, accurate, device, fused)
+        if fused:
+            raw = space.raw[:size]
+            torch.mm(teachers, of_teacher.head.T, out=raw[:num_teachers])
+            torch.mm(states, of_student.head.T, out=raw[num_teachers:])
+            index, final = torch.cat(part.students), raw[num_teachers:]
+            figures = distill_chunk(
+                final,
+                raw[:num_teachers],
+                index,
+                logit_scale=of_teacher.scale,
+                softcap=of_teacher.softcap,
+                with_gradient=grad is not None,
+            )
+            cross[rows], kl[rows], acceptance[rows] = figures[:3]
+            student_top[rows], teacher_top[part.teacher[index]] = figures[3:]
+            if grad is not None:
+                pull(final, rows, states)
+            continue
         raw, logits, probs = (buffer[:size] for buffer in (space.raw, space.logits, space.probs))
         of_teacher(teachers, raw[:num_teachers], logits[:num_teachers])
         of_student(states, raw[num_teachers:], logits[num_teachers:])
@@ -256,11 +291,7 @@ def _forward(
                 final = capped.square_().neg_().add_(1).mul_(slope)
             if compute != accurate:
                 final = raw[num_teachers:].copy_(final)
-            scale = (flat_weight[rows] * of_student.scale)[:, None]
-            pulled = torch.mm(final, of_student.head).to(accurate)
-            grad[rows] = pulled.mul_(scale).to(grad.dtype)
-            if head_grad is not None:
-                head_grad += torch.mm(final.T, (states * scale).to(compute))
+            pull(final, rows, states)
         if plain:
             acceptance[rows] = 1 - slope.abs_().sum(-1) / 2  # sum_x min(p, q)
         if STATES in terms:

@@ -3,7 +3,9 @@
 A machine without Triton imports every op and runs the plain form. `DRAFTSMITH_KERNELS`, read when
 the first op runs, picks:
 
-    auto        the plain form, until the kernels have run on a GPU (none has; see docs/kernels.md)
+    auto        the plain form, until the kernels have run on a GPU (none has; see docs/kernels.md);
+                on a CPU some ops have a form in C++ (`compiled`)
+    compiled    that form for every size of rows, or an error that says what is missing
     reference   the plain form everywhere
     triton      Triton, or an error that says what is missing (TRITON_INTERPRET=1 runs it on a CPU)
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 VARIABLE = "DRAFTSMITH_KERNELS"
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "compiled", "reference", "triton")
 
 
 class Kernel:
@@ -116,7 +118,7 @@ def use_triton(like: Tensor) -> bool:
     if _recorded is not None:
         return True
     asked = choice()
-    if asked in ("reference", "auto") or like.dtype == torch.float64:
+    if asked != "triton" or like.dtype == torch.float64:
         return False
     if not installed():
         raise ValueError(

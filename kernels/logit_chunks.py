@@ -64,7 +64,8 @@ class Workspace:
     KiB.
 
     Args:
-        compute: dtype of the matrix products. accurate: dtype of softmax and sums.
+        compute: dtype of the matrix products. accurate: dtype of softmax and sums. fused: raw
+            logits are all that is needed; the other buffers are empty.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Workspace:
         compute: torch.dtype,
         accurate: torch.dtype,
         device: torch.device,
+        fused: bool = False,
     ) -> None:
         self.raw = torch.empty(rows, columns, dtype=compute, device=device)
-        self.logits = self.raw
+        rows = 0 if fused else rows
+        self.logits = self.raw[:rows]
         if compute != accurate:
             self.logits = torch.empty(rows, columns, dtype=accurate, device=device)
         self.probs = torch.empty(rows, columns, dtype=accurate, device=device)

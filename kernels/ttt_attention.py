@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .jit import use_triton
+from .ttt_attention_flash import flash_serves, ttt_attention_flash
 from .ttt_attention_fused import ttt_attention_fused
 
 QUERY_BLOCK = 128  # queries a block; measured on bf16 and fp32 CPU matmuls against 64, 256 and 512
@@ -100,6 +101,11 @@ def ttt_attention(
         return ttt_attention_fused(
             q, k0, v0, chain_k, chain_v, bounds, scaling, window, softcap, offset
         )
+    longest = max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    if window is not None and window >= longest + len(chain_k):
+        window = None  # it reaches over every document
+    if q.shape[1] == bounds[-1] and flash_serves(q, v0, window, softcap):
+        return ttt_attention_flash(q, k0, v0, chain_k, chain_v, bounds, scaling)
     plan = _Plan(bounds, scaling, window, softcap, len(chain_k), offset, q.shape[1])
     return _TTTAttention.apply(plan, q, k0, v0, *chain_k, *chain_v)
 

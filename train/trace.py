@@ -220,9 +220,7 @@ def trace_step(
 
 def _give_shapes(head: Head) -> None:
     """Tensors of the mode that is on, in place of those on the meta device."""
-    modules = [m for m in head.modules()]
-    modules += [m.__dict__["rotary"] for m in modules if "rotary" in m.__dict__]
-    for module in modules:
+    for module in head.modules():
         for name, value in module.named_parameters(recurse=False):
             empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             module.register_parameter(name, nn.Parameter(empty))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.kernels import ttt_attention as module
 from draftsmith.kernels.ttt_attention import QUERY_BLOCK, ttt_attention, ttt_attention_dense
 
 SHAPES = {
@@ -22,6 +23,14 @@ SHAPES = {
     "over-one-block": ([QUERY_BLOCK + 5, 3, QUERY_BLOCK], 3, 1),
 }
 DTYPES = {"fp64": (torch.float64, 1e-10), "fp32": (torch.float32, 5e-6)}
+
+
+@pytest.fixture(params=["flash", "blocks"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of a CPU; blocks serve what flash attention does not, and other devices."""
+    if request.param == "blocks":
+        monkeypatch.setattr(module, "flash_serves", lambda *_: False)
+    return request.param
 
 
 def _inputs(
@@ -214,16 +223,18 @@ def test_no_tensor_grows_with_the_square_of_the_tokens() -> None:
     assert largest(2048) <= 2.1 * largest(1024)
 
 
-def test_only_inputs_are_saved_for_backward() -> None:
-    """The tensors autograd keeps are the inputs themselves: no probabilities, no copies."""
+def test_little_is_saved_for_backward(form: str) -> None:
+    """The tensors autograd keeps are the inputs themselves, and for flash attention its output and
+    one number a query: no probabilities, no copies."""
     q, k0, v0, chain_k, chain_v, starts = _inputs([300], 2, 1, 2, torch.float32)
     known = {t.data_ptr() for t in (q, k0, v0, *chain_k, *chain_v)}
-    saved: list[int] = []
+    saved: dict[int, torch.Size] = {}
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+        lambda t: saved.setdefault(t.data_ptr(), t.shape) and t, lambda t: t
     ):
-        ttt_attention(q, k0, v0, chain_k, chain_v, starts, scaling=0.3)
-    assert saved and set(saved) <= known
+        out = ttt_attention(q, k0, v0, chain_k, chain_v, starts, scaling=0.3)
+    new = [shape for place, shape in saved.items() if place not in known]
+    assert saved and new == ([out.shape, out.shape[:2]] if form == "flash" else [])
 
 
 def test_every_lane_is_written(nan_memory: None) -> None:

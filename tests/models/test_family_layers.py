@@ -50,10 +50,10 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load(folder)
 
 
-def load(folder: Path, **settings) -> Target:
+def load(folder: Path, dtype: str = "float64", layers: str = "auto") -> Target:
     """A target on the CPU."""
-    settings = {"dtype": "float64", "device": "cpu"} | settings
-    return Target.load(TargetConfig(source=str(folder), **settings))
+    config = TargetConfig(source=str(folder), dtype=dtype, device="cpu", layers=layers)
+    return Target.load(config)
 
 
 def logits_of_transformers(folder: Path) -> list[Tensor]:

@@ -1,0 +1,135 @@
+"""The C++ form of a chunk of the loss against its definition; who gets it, and what happens where
+it cannot be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.kernels import compiled, jit
+from draftsmith.kernels.compiled import Compiled, use_compiled
+from draftsmith.kernels.distill_chunk import distill_chunk, distill_chunk_reference
+from draftsmith.kernels.distill_loss import distill_loss
+
+needs_compiler = pytest.mark.skipif(compiled.missing() is not None, reason=str(compiled.missing()))
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the variable as if the process began with it."""
+
+    def set_variable(word: str) -> None:
+        monkeypatch.setenv(jit.VARIABLE, word)
+        jit.choice.cache_clear()
+
+    yield set_variable
+    jit.choice.cache_clear()
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has all that a compilation needs."""
+    monkeypatch.setattr(compiled, "missing", lambda: None)
+
+
+def test_who_gets_it(choose: Callable[[str], None], whole: None):
+    """`auto` from a certain width on, `compiled` for all, float64 and the other words never."""
+    narrow, wide = torch.empty(0, 64), torch.empty(0, compiled.WORTH_IT)
+    for word, expected in {
+        "auto": (False, True),
+        "compiled": (True, True),
+        "reference": (False, False),
+    }.items():
+        choose(word)
+        assert (use_compiled(narrow), use_compiled(wide)) == expected
+        assert not use_compiled(wide.double())
+
+
+def test_without_a_compiler(choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
+    """`auto` runs the plain form, `compiled` says what to install."""
+    monkeypatch.setattr(compiled, "missing", lambda: "no C++ compiler (g++); install g++")
+    choose("auto")
+    assert not use_compiled(torch.empty(0, compiled.WORTH_IT))
+    choose("compiled")
+    with pytest.raises(ValueError, match="compiled: no C\\+\\+ compiler .*install g\\+\\+.*=auto"):
+        use_compiled(torch.empty(0, 64))
+
+
+def test_a_compiler_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    """The function itself runs from then on."""
+
+    def broken(function: Any, **_: Any) -> Any:
+        def form(*arguments: Any) -> Any:
+            raise RuntimeError("cc1plus: out of memory")
+
+        return form
+
+    monkeypatch.setattr(torch, "compile", broken)
+    double = Compiled(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match="RuntimeError: cc1plus.*plain form runs"):
+        assert double(torch.tensor(3)) == 6
+    assert double(torch.tensor(4)) == 8
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_chunk_equals_its_definition(choose: Callable[[str], None]):
+    """Figures and gradient, odd numbers of rows and columns, ties, a cap, both types."""
+    choose("compiled")
+    torch.manual_seed(0)
+    for dtype, softcap, size in (
+        (torch.float32, None, 4097),
+        (torch.float32, 5.0, 37),
+        (torch.bfloat16, None, 4097),
+    ):
+        students = (torch.randn(5, size) * 3).to(dtype)
+        teachers = (torch.randn(3, size) * 3).to(dtype)
+        students[1, [7, 30]] = 20.0
+        rows = torch.tensor([0, 2, 2, 1, 0])
+        exact = students.double()
+        with torch.no_grad():
+            figures = distill_chunk(students, teachers, rows, logit_scale=0.7, softcap=softcap)
+        expected = distill_chunk_reference(
+            exact, teachers.double(), rows, logit_scale=0.7, softcap=softcap
+        )
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(students.double(), exact, rtol=tolerance, atol=2e-6)
+        for got, want in zip(figures[:3], expected[:3], strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+        assert torch.equal(figures.student_top, expected.student_top)
+        assert torch.equal(figures.teacher_top, expected.teacher_top)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("own_head", [False, True])
+def test_the_loss_is_the_same_through_it(choose: Callable[[str], None], own_head: bool):
+    """Value, every gradient and every statistic against the plain form; rows of many chunks, rows
+    that some steps leave out."""
+    torch.manual_seed(0)
+    steps, rows, hidden, columns = 3, 41, 16, 4099
+    students = torch.randn(steps, rows, hidden)
+    teacher, head = torch.randn(rows, hidden), torch.randn(columns, hidden)
+    weight = torch.rand(steps, rows) * (torch.rand(steps, rows) > 0.4)
+    own = torch.randn(columns, hidden) if own_head else None
+
+    def run() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (students, own) if x is not None]
+        loss, stats = distill_loss(
+            leaves[0],
+            teacher,
+            weight,
+            head,
+            student_head=leaves[1] if own_head else None,
+            chunk=24,
+        )
+        return [loss.detach(), *torch.autograd.grad(loss, leaves), *stats]
+
+    choose("compiled")
+    fused = run()
+    choose("reference")
+    for got, want in zip(fused, run(), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
