@@ -70,12 +70,12 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if self._form is not None:
             return self._form(*arguments)
-        # No pool of compiling processes for one small function.
-        form = torch.compile(self.function, dynamic=True, options={"compile_threads": 1})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # raised inside torch itself
             warnings.simplefilter("ignore", FutureWarning)
             try:
+                # No pool of compiling processes for one small function.
+                form = torch.compile(self.function, dynamic=True, options={"compile_threads": 1})
                 result = form(*arguments)
             except Exception as error:  # a compiler may fail in any way; the plain form never does
                 warnings.warn(

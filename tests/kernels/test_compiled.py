@@ -81,7 +81,6 @@ def test_a_chunk_equals_its_definition(choose: Callable[[str], None]):
     choose("compiled")
     torch.manual_seed(0)
     for dtype, softcap, size in (
-        (torch.float32, None, 4097),
         (torch.float32, 5.0, 37),
         (torch.bfloat16, None, 4097),
     ):
