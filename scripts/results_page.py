@@ -1,0 +1,125 @@
+"""The tables of docs/comparisons.md from what scripts/results.py wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..inference.bootstrap import difference, ratio
+from ..inference.report import markdown_table
+
+_SETS = ("humaneval", "mt_bench", "heldout")
+_GROUPS = {
+    "Norms, each choice at its best start and rate": ("abl-", "abl-published"),
+    "Kinds of heads": ("fam-", "fam-mtp"),
+    "What later steps see in training": ("ctx-", None),
+    "What is minimised": ("loss-", "fam-mtp"),
+    "Whose answers": ("ans-", "ans-found"),
+}
+"""Title -> prefix of the runs' names, and the run that the others are held against."""
+
+
+def page(results: list[dict[str, Any]], accepted: list[dict[str, Any]]) -> str:
+    """All tables as Markdown."""
+    parts = [selection(results)]
+    for title, (prefix, base) in _GROUPS.items():
+        names = [r["name"] for r in results if r["name"].startswith(prefix)]
+        if base is not None and base not in names:
+            names = [base, *names]
+        chosen = [r for name in names for r in results if r["name"] == name]
+        if len(chosen) > 1:
+            parts.append(f"## {title}\n\n{_figures(chosen)}\n{_acceptance(chosen, accepted, base)}")
+    return "\n".join(parts)
+
+
+def selection(results: list[dict[str, Any]]) -> str:
+    """Held-out loss of every short run: rows are choices of norms, columns start and rate."""
+    short = [r for r in results if r["name"].startswith("sel-")]
+    if not short:
+        return ""
+    cells = {tuple(r["name"].split("-")[1:]): r for r in short}
+    columns = sorted({key[1:] for key in cells})
+    rows = []
+    for norms in dict.fromkeys(key[0] for key in cells):
+        losses = [_loss(cells.get((norms, *column))) for column in columns]
+        known = [value for value in losses if value is not None]
+        text = [
+            "–" if v is None else f"**{v:.2f}**" if v == min(known) else f"{v:.2f}" for v in losses
+        ]
+        rows.append([norms, *text])
+    header = ["norms", *(f"{start}, {rate}" for start, rate in columns)]
+    return f"## Norms, short runs: held-out loss\n\n{markdown_table(header, rows)}\n"
+
+
+def _loss(record: dict[str, Any] | None) -> float | None:
+    return record["figures"]["loss"] if record is not None and "figures" in record else None
+
+
+def _figures(chosen: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for record in chosen:
+        figures = record.get("figures")
+        if figures is None:
+            rows.append([record["name"], record["error"][:60], *[""] * 5])
+            continue
+        rows.append(
+            [
+                record["name"],
+                f"{figures['loss']:.3f}",
+                _percent(figures["agreement"]),
+                _percent(figures["conditional_agreement"]),
+                f"{record['train'].get('lr', 2e-3):g}",
+                f"{record['tokens']:,}",
+                f"{record['params'] / 1e6:.1f} M",
+            ]
+        )
+    header = ["run", "held-out loss", "agreement by step, %", "conditional, %"]
+    return markdown_table([*header, "rate", "tokens read", "parameters"], rows) + "\n"
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return " ".join(f"{100 * share:.1f}" for share in shares)
+
+
+def _acceptance(
+    chosen: Sequence[dict[str, Any]], accepted: list[dict[str, Any]], base: str | None
+) -> str:
+    """Tokens per target call with the 95 % interval over prompts; the last column holds all prompts
+    of the greedy runs together, less those of the base."""
+    found = {(r["head"], r["prompts"], r["temperature"]): r for r in accepted}
+    names = [record["name"] for record in chosen] + ["ngram"]
+    rows = []
+    for name in names:
+        cells = []
+        for temperature in (0.0, 1.0):
+            for prompts in _SETS:
+                record = found.get((name, prompts, temperature))
+                cells.append("–" if record is None else _interval(ratio(_prompt_counts([record]))))
+        rows.append([name, *cells, _against(name, base, found)])
+    if all(cell == "–" for row in rows for cell in row[1:7]):
+        return ""
+    header = [f"{name}, T={temperature}" for temperature in (0, 1) for name in _SETS]
+    return markdown_table(["tokens per target call", *header, f"T=0, less {base}"], rows) + "\n"
+
+
+def _against(name: str, base: str | None, found: dict[Any, dict[str, Any]]) -> str:
+    ours = [found.get((name, prompts, 0.0)) for prompts in _SETS]
+    theirs = [found.get((base, prompts, 0.0)) for prompts in _SETS]
+    pair = [r for r in ours if r is not None], [r for r in theirs if r is not None]
+    if name == base or len(pair[0]) != len(_SETS) or len(pair[1]) != len(_SETS):
+        return ""
+    return _interval(difference(_prompt_counts(pair[0]), _prompt_counts(pair[1])), sign="+")
+
+
+def _prompt_counts(records: Sequence[dict[str, Any]]) -> np.ndarray:
+    """[P, 2]: tokens and target calls of each prompt."""
+    lines = [p for record in records for p in record["per_prompt"]]
+    return np.array([[p["decode_tokens"], p["target_calls"]] for p in lines], dtype=np.float64)
+
+
+def _interval(interval: Any, sign: str = "") -> str:
+    if interval is None:
+        return "–"
+    return f"{interval.value:{sign}.3f} ({interval.low:{sign}.2f} … {interval.high:{sign}.2f})"
