@@ -41,7 +41,7 @@ def test_choices_that_cannot_be_are_refused(
 ):
     """An unknown word, Triton asked for on a CPU, Triton asked for and absent."""
     choose("fast")
-    with pytest.raises(ValueError, match="'fast': choose one of auto, reference, triton"):
+    with pytest.raises(ValueError, match="'fast': choose one of auto, compiled, reference, triton"):
         use_triton(X)
     choose("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
