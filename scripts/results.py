@@ -49,7 +49,7 @@ from ..models.trunk import Trunk
 from ..train.config import TrainConfig
 from ..train.loop import Trainer
 from ..train.validation import Validator
-from .results_page import page
+from .results_page import curves, page
 
 VOCABULARY = 8192
 NONE = NormConfig(embedding=False, hidden=False, attention_input=False, output=False)
@@ -295,6 +295,8 @@ def main(arguments: list[str]) -> int:
     for phase in asked.phases:
         if phase == "page":
             print(page(read(results), read(asked.out / "acceptance.jsonl")))
+            for prefix in ("abl-", "fam-"):
+                curves(asked.out, read(results), prefix)
             continue
         bench = bench or Bench(asked.work, asked.target, asked.out)
         if phase == "accept":

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..inference.bootstrap import difference, ratio
+from ..inference.comparison_plot import comparison
+from ..inference.plots import png
 from ..inference.report import markdown_table
+from ..models.files import atomic_write_bytes
+from ..train.metrics import read_metrics
 
 _SETS = ("humaneval", "mt_bench", "heldout")
 _GROUPS = {
@@ -32,6 +37,30 @@ def page(results: list[dict[str, Any]], accepted: list[dict[str, Any]]) -> str:
         if len(chosen) > 1:
             parts.append(f"## {title}\n\n{_figures(chosen)}\n{_acceptance(chosen, accepted, base)}")
     return "\n".join(parts)
+
+
+def curves(out: Path, results: list[dict[str, Any]], prefix: str) -> Path | None:
+    """OUT/PREFIXcurves.png: what the runs of a phase learned over their steps; None where there is
+    none."""
+    told: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    titles = ("training cross-entropy, nats", "agreement of step 0")
+    for record in results:
+        path = out / record["name"] / "metrics.jsonl"
+        if record["name"].startswith(prefix) and path.exists():
+            lines = [line for line in read_metrics(path) if line["kind"] == "train"]
+            for title, values in zip(
+                titles,
+                ([x["cross_entropy"] for x in lines], [x["agreement"][0] for x in lines]),
+                strict=True,
+            ):
+                points = [(x["step"], value) for x, value in zip(lines, values, strict=True)]
+                told.setdefault(title, {})[record["name"].removeprefix(prefix)] = points
+    figure = comparison({}, told)
+    if figure is None:
+        return None
+    path = out / f"{prefix}curves.png"
+    atomic_write_bytes(path, png(figure))
+    return path
 
 
 def selection(results: list[dict[str, Any]]) -> str:
