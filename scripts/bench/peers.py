@@ -2,7 +2,14 @@
 
 K = 3 steps on one row of random states, every token supervised, the shapes of SmolLM2-135M: fused
 boundaries 2, 15 and 27, bf16 autocast over fp32 weights, gradient clipping, AdamW. All start from
-the same weights; what each computes besides is told in docs/results.md.
+the same weights. The target itself is not run. What each computes in its step:
+
+    draftsmith   kl; the teacher over the draft vocabulary, a chunk at a time; argmax agreement,
+    expected acceptance
+    speculators  kl_div (the form that needs no GPU); the teacher over the draft vocabulary, whole;
+    argmax accuracy. Published with a frozen lm_head, as here by default
+    EAGLE        soft cross-entropy where the teacher's argmax is a draft word; the teacher over all
+    words, whole; argmax accuracy. Published with a trained lm_head (lm_head=trained)
 
     tokens/s     each in a process of its own, taking turns; medians of REPEATS steps, by the clock
     and (cpu-s) by the processor's time, which other processes hardly change (with one thread: those
