@@ -13,7 +13,8 @@ the boundaries that eagle3 reads as well:
     select    norms x two starts x three rates, one unrolled step, short: which setting suits which
     norms     each choice of norms at its best setting
     families  every kind of head                    context  engine or causal, 3 and 5 steps
-    losses    what is minimised                     answers  found, or the target's own
+    losses    what is minimised                     answers  the source's, or the target's own (as many
+                                                       tokens of either; needs the regenerated cache)
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from ..data.backend import byte_token_ids
-from ..data.batches import BatchPlan
+from ..data.batches import BatchPlan, RowSource
 from ..data.cache import Cache
 from ..data.probes import state_rms
 from ..data.prompts import load_prompts
@@ -74,7 +77,7 @@ PROMPTS = ("humaneval", "mt_bench", "heldout")
 
 @dataclass(frozen=True)
 class Run:
-    """One training. train: what differs from `Bench.settings`. answers: `found` or `regenerated`.
+    """One training. train: what differs from `Bench.train`'s settings. answers: see `Bench.source`.
     kept: whether its head is written, for the engine."""
 
     name: str
@@ -115,7 +118,7 @@ def runs(phase: str, done: list[dict[str, Any]]) -> Iterator[Run]:
         for kind in LOSSES:
             yield Run(f"loss-{kind}", mtp, {**LONG, "loss": LossConfig(kind=kind)})
     elif phase == "answers":
-        for answers in ("found", "regenerated"):
+        for answers in ("equal", "regenerated"):
             yield Run(f"ans-{answers}", mtp, LONG, answers=answers)
     else:
         raise ValueError(
@@ -131,6 +134,25 @@ def best_setting(norms: str, done: list[dict[str, Any]]) -> tuple[str, float]:
         raise ValueError(f"{norms}: {len(tried)} of its short runs are done; run `select` first")
     best = min(tried, key=lambda record: record["figures"]["loss"])
     return best["name"].split("-")[2], best["train"]["lr"]
+
+
+class First:
+    """The first rows of a source, as many as hold `tokens` tokens; see `data.batches.RowSource`."""
+
+    def __init__(self, source: RowSource, tokens: int) -> None:
+        self.source = source
+        self.count = int((source.lengths.cumsum() <= tokens).sum())
+        self.lengths = source.lengths[: self.count]
+        self.ids = source.ids[: self.count]
+        self.boundaries = source.boundaries
+
+    def supervised_counts(self, steps: int) -> np.ndarray:
+        """See `RowSource`."""
+        return self.source.supervised_counts(steps)[: self.count]
+
+    def gather(self, indices: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """See `RowSource`."""
+        return self.source.gather(indices)
 
 
 class Bench:
@@ -150,16 +172,24 @@ class Bench:
         rows = Rows.open(work / "rows")
         self.ids = draft_vocabulary(rows, VOCABULARY, forced, self.trunk.vocab_size).ids
 
+    def source(self, answers: str) -> RowSource:
+        """The rows to learn from; `equal` are those of the source's own answers, as many tokens as
+        the regenerated cache has."""
+        if answers != "found" and "regenerated" not in self.caches:
+            self.caches["regenerated"] = self._cache(
+                "rows-regenerated", "cache-regenerated", "train"
+            )
+        if answers != "equal":
+            return self.caches[answers]
+        return First(self.caches["found"], int(self.caches["regenerated"].lengths.sum()))
+
     def _cache(self, rows: str, cache: str, split: str) -> Cache:
         expect = {**self.marks, "rows_key": Rows.open(self.work / rows, split).key, "split": split}
         return Cache.open(self.work / cache, expect)
 
     def train(self, run: Run) -> dict[str, Any]:
         """The line of one run: its settings and figures, or the error that ended it."""
-        if run.answers not in self.caches:
-            suffix = f"-{run.answers}"
-            self.caches[run.answers] = self._cache(f"rows{suffix}", f"cache{suffix}", "train")
-        cache = self.caches[run.answers]
+        cache = self.source(run.answers)
         cfg = TrainConfig(
             **{
                 "draft_vocab_size": VOCABULARY,

@@ -21,7 +21,7 @@ _GROUPS = {
     "Kinds of heads": ("fam-", "fam-mtp"),
     "What later steps see in training": ("ctx-", None),
     "What is minimised": ("loss-", "fam-mtp"),
-    "Whose answers": ("ans-", "ans-found"),
+    "Whose answers": ("ans-", "ans-equal"),
 }
 """Title -> prefix of the runs' names, and the run that the others are held against."""
 
