@@ -312,7 +312,9 @@ class Trainer:
 def _unroll_of(cfg: TrainConfig, sequence: SequenceGroup) -> Callable[..., Tensor] | None:
     if sequence.size > 1:
         return sequence.unroll
-    return None if cfg.chunk_tokens is None else partial(unroll_in_chunks, rows=cfg.chunk_tokens)
+    if cfg.chunk_tokens is None:
+        return None
+    return partial(unroll_in_chunks, rows=cfg.chunk_tokens, together=cfg.zero_stage == 3)
 
 
 def _due(step: int, every: int) -> bool:
