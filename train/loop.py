@@ -312,9 +312,7 @@ class Trainer:
 def _unroll_of(cfg: TrainConfig, sequence: SequenceGroup) -> Callable[..., Tensor] | None:
     if sequence.size > 1:
         return sequence.unroll
-    if cfg.chunk_tokens is None:
-        return None
-    return partial(unroll_in_chunks, rows=cfg.chunk_tokens, together=cfg.zero_stage == 3)
+    return None if cfg.chunk_tokens is None else partial(unroll_in_chunks, rows=cfg.chunk_tokens)
 
 
 def _due(step: int, every: int) -> bool:

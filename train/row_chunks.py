@@ -22,7 +22,6 @@ from ..data.batches import PackedBatch
 from ..kernels.shift import shift_tokens
 from ..models.heads import Head
 from ..models.trunk import Trunk
-from .ranks import largest_over_ranks
 from .unroll import UnrollContext, check_steps
 
 Written = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer's first step
@@ -45,14 +44,9 @@ def unroll_in_chunks(
     states: dict[int, Tensor] | None = None,
     noise: Tensor | None = None,
     rows: int,
-    together: bool = False,
 ) -> Tensor:
     """What `unroll.unroll` gives, [K, N, H], `rows` rows at a time; each chunk is run again in the
-    backward pass.
-
-    together: the ranks keep shards of the weights (ZeRO 3) and gather them whenever the head runs,
-    so all of them run it equally often: one of fewer rows runs its first row again, for nothing.
-    """
+    backward pass."""
     check_steps(head, steps)
     dtype = next(head.parameters()).dtype
     states = {0: batch.hidden} if states is None else states
@@ -84,12 +78,6 @@ def unroll_in_chunks(
         out, written = checkpoint(run, chunk, past, use_reentrant=False, preserve_rng_state=False)
         drafted.append(out)
         past = [*past, (begin, written)]
-    if together and torch.is_grad_enabled():
-        most = largest_over_ranks(batch.starts.new_tensor(len(drafted)))
-        for _ in range(int(most) - len(drafted)):
-            first = _Chunk(0, 0, 1)
-            out, _ = checkpoint(run, first, [], use_reentrant=False, preserve_rng_state=False)
-            drafted.append(out[:, :0])
     return torch.cat(drafted, 1)
 
 

@@ -65,7 +65,7 @@ TWO = {
     "masked": Spread([[A, B, C, D], [(5, 21, False)]]),
     "one token": Spread([[A, B, C, D], [(6, 1, True)]]),
     "computed again on two": Spread(UNEVEN, (2, 3), AGAIN),
-    "chunked on two": Spread(UNEVEN, (2, 3), CHUNKED),
+    "chunked on two": Spread(UNEVEN, (1, 2), CHUNKED),
     "shared": Spread([[A, B, C, D]], STAGES, SHARED),
     "two shared": Spread([[A, B], [C, D]], (0, 3), SHARED),
     "half shared": Spread([[A, B, C, D]], (1, 3), SHARED | HALF),

@@ -17,7 +17,10 @@ from safetensors.torch import load_file
 
 from draftsmith.data.batch_slice import slice_batch
 from draftsmith.kernels.shift import shift_tokens
+from draftsmith.models.trunk import Trunk
+from draftsmith.train.objective import Objective
 from draftsmith.train.sequence import SequenceGroup
+from draftsmith.train.validation import Validator
 
 SUMS = ("loss", "agreement", "kl", "expected_acceptance")
 FIGURES = (
@@ -132,6 +135,25 @@ def test_shares_hold_every_row_once_and_what_it_learns_from(
             ours = shift_tokens(share.tokens, share.starts, offset, fill=-1)[real]
             assert torch.equal(ours, shift_tokens(batch.tokens, batch.starts, offset, fill=-1)[at])
     assert sorted(taken) == list(range(total))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_validation_of_shares_counts_what_one_of_the_whole_counts(
+    sharing: ModuleType, target: Path, size: int
+) -> None:
+    """Every sum of `Validator`, of a head that looks at no other row; a teacher row behind a piece,
+    which chains of two shares need, counts once."""
+    head, batch, _ = sharing.case("medusa", target)
+    trunk, ids = Trunk.load(target, torch.float64), torch.arange(0, 512, 3)
+    objective = Objective(trunk, sharing.WEIGHTS, draft_ids=ids, dtype=torch.float64)
+    validator = Validator(objective, [batch])
+    with torch.no_grad():
+        whole = validator._measure(head, batch, 3)
+        shares = [slice_batch(batch, index, size, 3) for index in range(size)]
+        parts = [validator._measure(head, share, 3) for share in shares]
+    assert float(whole[1][0]) > 0
+    for right, found in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(torch.stack(found).sum(0), right, rtol=1e-10, atol=1e-10)
 
 
 def test_a_group_that_the_ranks_do_not_fill_is_refused() -> None:

@@ -74,9 +74,10 @@ def test_what_is_not_finite_ends_all_ranks_with_the_rows_of_all(
         ("gradient", both, {"zero_stage": 0}, "rows row-4 of rank 0; rows row-7 of rank 1"),
         ("gradient", both, {"zero_stage": 2}, "rows row-4 of rank 0; rows row-7 of rank 1"),
         ("gradient", one, {"zero_stage": 1}, "rows row-7 of rank 1"),
-        ("gradient", one, {"zero_stage": 3, "chunk_tokens": 5}, "rows row-7 of rank 1"),
+        ("gradient", one, {"zero_stage": 2, "chunk_tokens": 5}, "rows row-7 of rank 1"),
         ("loss", one, GROUP | {"zero_stage": 1}, "rows row-7 of rank 0; rows row-7 of rank 1"),
         ("gradient", one, GROUP | {"zero_stage": 0}, "rows row-7 of rank 0; rows row-7 of rank 1"),
+        ("gradient", one, {"zero_stage": 3}, "rows row-7 of rank 1"),
         ("gradient", one, GROUP | {"zero_stage": 3}, "rows row-7 of rank 0; rows row-7 of rank 1"),
     ]
     runs = []
