@@ -67,7 +67,9 @@ def own_norm(module: Any) -> RMSNorm:
 @torch.no_grad()
 def _style(module: Any, eps: float) -> str:
     size = module.weight.shape[0]
-    row, weight = torch.linspace(0.5, 1.5, size), torch.full((size,), 0.5)
+    # On the CPU even where modules are being made on the meta device.
+    row = torch.linspace(0.5, 1.5, size, device="cpu")
+    weight = torch.full((size,), 0.5, device="cpu")
     normed = row * torch.rsqrt(row.square().mean() + eps)
     out = functional_call(module, {"weight": weight}, row)
     for style, factor in (("rms", 0.5), ("gemma", 1.5)):

@@ -49,6 +49,7 @@ from .watch import draw_curves, watched
 _FREE = (
     "max_steps",
     "prefetch",
+    "checkpoint_activations",
     "chunk_tokens",
     "sequence_parallel",
     "log_every",
@@ -282,17 +283,17 @@ def _identity(config: Config, feed: Feed, source: LoadedHead | None) -> dict[str
     """Everything that determines the weights, but the settings that may differ when a run goes
     on. A head to start from counts by its content, wherever it lies."""
     settings = dataclasses.asdict(config.train)
-    settings["betas"] = list(config.train.betas)
-    shape = dataclasses.asdict(config.head) | {"boundaries": list(config.head.boundaries)}
+    shape = dataclasses.asdict(config.head)
     shape["init"] = {
         **vars(config.head.init),
         "source": None if source is None else source.meta["content"],
     }
-    return {
+    identity = {
         **feed.identity,
         **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
         **{f"head.{name}": value for name, value in shape.items()},
     }
+    return json.loads(json.dumps(identity))  # as it is read again: a tuple is a list
 
 
 def _begin(

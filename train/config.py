@@ -209,6 +209,12 @@ class TrainConfig:
                 f"{self.feature_noise} and train.survivors={self.survivors}: these draw by the "
                 "rows of whole batches; set them to 0"
             )
+        if self.chunk_tokens is not None and self.zero_stage == 3:
+            raise ValueError(
+                f"train.chunk_tokens={self.chunk_tokens} with train.zero_stage=3: all ranks gather "
+                "a weight whenever the head runs, and ranks whose batches have more chunks run it "
+                "more often, so they would wait for each other for ever; use zero_stage=2"
+            )
         needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         if self.zero_stage < needed:
             raise ValueError(

@@ -88,6 +88,15 @@ def set_rate(engine: Any, rate: float, cfg: TrainConfig) -> None:
         group["lr"] = rate * cfg.muon_lr / cfg.lr if muon else rate
 
 
+def gradient_norm(engine: Any) -> float | None:
+    """Global norm of the step's averaged gradients before clipping, where it can be had before the
+    step: at stage 0, where DeepSpeed itself keeps none. None at the others, which keep it."""
+    if engine.zero_optimization_stage() > 0:
+        return None
+    gradients = [p.grad for p in engine.module.head.parameters() if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
 def _parameter_groups(head: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     matrices = [p for p in head.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in head.parameters() if p.requires_grad and p.dim() <= 1]

@@ -8,6 +8,7 @@ exactly zero. The frozen trunk never becomes part of the engine's module.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import warnings
@@ -20,16 +21,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ..data.batches import PackedBatch
 from ..models.heads import Head
 from ..models.trunk import Trunk
 from .checkpoint import Checkpoint, Checkpoints, random_state_kept
 from .config import TrainConfig
-from .engine import make_engine, set_rate
+from .engine import gradient_norm, make_engine, set_rate
 from .guard import refuse_gradient, require_finite_losses
-from .metrics import MetricsFile
+from .log import RunLog
 from .objective import Objective
 from .ranks import gather_over_ranks, rank, start, sum_over_ranks, world_size
 from .reader import Reader
@@ -39,9 +39,6 @@ from .sequence import SequenceGroup
 from .state import whole_head
 from .tracker import Tracker
 from .window import Window
-
-_WAIT_SHARE = 0.1  # of a metrics window: more is told
-_WAIT_SECONDS = 1.0  # waited for less, a window is too short to judge by
 
 
 class BatchSource(Protocol):
@@ -109,8 +106,7 @@ class Trainer:
         progress: bool = True,
     ) -> None:
         self.cfg, self.plan, self.device = cfg, plan, trunk.device
-        self.tracker, self.validate, self.on_best = tracker, validate, on_best
-        self.progress = progress
+        self.validate, self.on_best = validate, on_best
         start(self.device)
         _seed(cfg.seed + rank())
         self.sequence = SequenceGroup(cfg.sequence_parallel, cfg.steps)
@@ -133,7 +129,8 @@ class Trainer:
         self.head = head.to(self.device).train()
         self.engine = make_engine(self.head, self.objective, cfg)
         out.mkdir(parents=True, exist_ok=True)
-        self.metrics = MetricsFile(out / "metrics.jsonl")
+        path = out / "metrics.jsonl"
+        self.log = RunLog(path, tracker, prefetch=cfg.prefetch, progress=progress)
         self.checkpoints = Checkpoints(out / "checkpoints", cfg.keep_checkpoints)
         self.step = 0
         self.cursor = 0
@@ -141,7 +138,6 @@ class Trainer:
         self.unimproved = 0
         self.last_validation: dict[str, Any] | None = None
         self._window = Window(cfg.steps, self.device)
-        self._told_of_waiting = False
 
     def run(self) -> TrainResult:
         """Resume what lies in `out`, train to cfg.max_steps or until cfg.patience ends it; the end
@@ -159,26 +155,16 @@ class Trainer:
             )
         if found is not None and found.score is None and self._validates():
             self._validate(found)  # it was killed, or failed, in the validation of this step
-        bar = tqdm(
-            total=self.cfg.max_steps,
-            initial=self.step,
-            unit="step",
-            disable=not self.progress or rank() != 0,
-            dynamic_ncols=True,
-        )
+        bar = self.log.bar(self.step, self.cfg.max_steps)
         with Reader(self._read, self._own_batches(), self.cfg.prefetch) as reader, bar:
             self._window.restart()
             while self.step < self.cfg.max_steps and not self._out_of_patience():
                 self._one_step(reader)
                 bar.update()
                 if self._last() or self._validates() or self.step % self.cfg.log_every == 0:
-                    record = self._log()
-                    bar.set_postfix(
-                        loss=f"{record['loss']:.3f}",
-                        tok_s=f"{record['tokens_per_second']:.0f}",
-                        wait=f"{record['wait_share']:.1%}",
-                        refresh=False,
-                    )
+                    figures = self._window.summary()
+                    self._window.restart()
+                    self.log.trained(self.step, lr_at(self.step - 1, self.cfg), figures)
                 self._checkpoint_and_validate()
         return TrainResult(
             self.step,
@@ -198,9 +184,8 @@ class Trainer:
             # More steps than it was stopped for are a new chance.
             same_end = found.config["max_steps"] == self.cfg.max_steps
             self.unimproved = found.unimproved if same_end else 0
-        if rank() == 0:
-            validated = found is not None and found.score is not None
-            self.metrics.truncate_after(self.step, validated=validated)
+        validated = found is not None and found.score is not None
+        self.log.continue_after(self.step, validated=validated)
         return found
 
     def _last(self) -> bool:
@@ -249,7 +234,7 @@ class Trainer:
                 self.engine.backward(loss * scale)
             if number + 1 == len(batches):
                 require_finite_losses(losses, batches, self.step)
-                norm = self._stage_zero_norm()
+                norm = gradient_norm(self.engine)
                 if norm is not None:
                     self._require_finite(norm, batches, steps, scale)
             with window.phase("step"):
@@ -269,54 +254,6 @@ class Trainer:
         if not math.isfinite(norm):
             head, step = self.whole_head(), self.step
             refuse_gradient(self.objective, head, batches, steps=steps, scale=scale, step=step)
-
-    def _stage_zero_norm(self) -> float | None:
-        """Global gradient norm before clipping where DeepSpeed keeps none (stage 0); its gradients
-        are averaged already."""
-        if self.cfg.zero_stage > 0:
-            return None
-        return float(
-            torch.nn.utils.get_total_norm(
-                [p.grad for p in self.head.parameters() if p.grad is not None]
-            )
-        )
-
-    def _log(self) -> dict[str, Any]:
-        record = {
-            "kind": "train",
-            "step": self.step,
-            "lr": lr_at(self.step - 1, self.cfg),
-            **self._window.summary(),
-        }
-        self._window.restart()
-        if rank() == 0:
-            self._write(record)
-            self._tell_of_waiting(record)
-        return record
-
-    def _tell_of_waiting(self, record: dict[str, Any]) -> None:
-        """Warn once where data comes too slowly; a moment's waiting says nothing."""
-        share = record["wait_share"]
-        seconds = sum(record["seconds"].values())
-        if self._told_of_waiting or share <= _WAIT_SHARE or share * seconds < _WAIT_SECONDS:
-            return
-        self._told_of_waiting = True
-        warnings.warn(
-            f"{share:.0%} of the time before step {self.step} was waiting for data: raise "
-            f"train.prefetch={self.cfg.prefetch} where reading is uneven; where it is too slow "
-            "throughout, put the cache on a local disk, or with data.source=online give the "
-            "target more ranks (data.online.target_ranks) or dump a cache",
-            stacklevel=3,
-        )
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.metrics.append(record)
-        if self.tracker is not None:
-            figures = {k: v for k, v in record.items() if k not in ("kind", "step")}
-            if record["kind"] == "validation":
-                self.tracker.log_validation(record["step"], figures)
-            else:
-                self.tracker.log(record["step"], {record["kind"]: figures})
 
     def _checkpoint_and_validate(self) -> None:
         """Weights first, then their judgement: a validation that fails or is killed loses none."""
@@ -347,12 +284,12 @@ class Trainer:
             best = None
         known = None if best is None else best.score
         unimproved = 0 if known is None or score > known else self.unimproved + 1
-        if rank() == 0:
-            self._write({"kind": "validation", "step": self.step, **figures})
-            if self.on_best is not None and (known is None or score >= known):
-                self.on_best(head, self.step, figures)
+        self.log.validated(self.step, figures)
+        if rank() == 0 and self.on_best is not None and (known is None or score >= known):
+            self.on_best(head, self.step, figures)
         self.checkpoints.judge(saved, score, unimproved, basis)
-        # Rank 0 alone has measured in the engine, so its score decides for all.
+        # One rank decides: another's disk may have shown it an older best, and a rank that ends
+        # alone leaves the others waiting.
         self.unimproved = gather_over_ranks(unimproved)[0]
 
     def _tell_of_another_basis(self, best: Checkpoint, figures: dict[str, Any]) -> None:
@@ -389,9 +326,7 @@ def _seed(seed: int) -> None:
 
 
 def _warn_of_changes(found: Checkpoint, cfg: TrainConfig) -> None:
-    now = asdict(cfg)
-    now["betas"] = list(cfg.betas)
-    now["step_weights"] = None if cfg.step_weights is None else list(cfg.step_weights)
+    now = json.loads(json.dumps(asdict(cfg)))  # as the marker has it: a tuple is a list
     changed = [name for name in now if found.config.get(name) != now[name]]
     for name in changed:
         warnings.warn(

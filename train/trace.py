@@ -135,12 +135,13 @@ class _KeptByAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, *chain: Tensor) -> Tensor:
         out = q.new_empty(q.shape[1], q.shape[0], v0.shape[2]).transpose(0, 1)
-        ctx.save_for_backward(q, k0, v0, out, *chain)
+        log_sums = q.new_empty(q.shape[:2], dtype=torch.float32)  # of each query's softmax
+        ctx.save_for_backward(q, k0, v0, out, log_sums, *chain)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        q, k0, v0, _, *chain = ctx.saved_tensors
+        q, k0, v0, _, _, *chain = ctx.saved_tensors
         sums = [
             torch.empty_like(k0, dtype=torch.float32),
             torch.empty_like(v0, dtype=torch.float32),

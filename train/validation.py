@@ -82,18 +82,18 @@ class Validator:
         device = self.objective.trunk.device
         shape = (len(_STATS) + 3, len(_BUCKETS), steps)
         sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        outside = torch.zeros((), dtype=torch.float64, device=device)
+        outside = torch.zeros(2, dtype=torch.float64, device=device)
         training = head.training
         head.eval()
         group = self.sequence
         for batch in self.batches[group.number :: group.count]:
-            part, mass = self._measure(head, group.share(batch), steps)
+            part, masses = self._measure(head, group.share(batch), steps)
             sums += part
-            outside += mass
+            outside += masses
         head.train(training)
         sum_over_ranks(sums)
         sum_over_ranks(outside)
-        figures = _figures(sums.cpu(), float(outside))
+        figures = _figures(sums.cpu(), outside.cpu())
         figures["score"] = -figures["loss"]
         measured_with = {"score": "-loss", "rows": self._rows, "step_weights": weights}
         if self.acceptance is not None:
@@ -106,8 +106,8 @@ class Validator:
         return figures
 
     def _measure(self, head: Head, batch: PackedBatch, steps: int) -> tuple[Tensor, Tensor]:
-        """Sums of one batch: [M, buckets, K], see `_figures` for their order, and the teacher's
-        mass outside the draft vocabulary."""
+        """Sums of one batch: [M, buckets, K], see `_figures` for their order, and [2], the
+        teacher's mass outside the draft vocabulary and of how many rows it is the sum."""
         objective = self.objective
         device = objective.trunk.device
         mask = batch.chains(steps).to(device)
@@ -147,7 +147,9 @@ class Validator:
             sums[: len(_STATS), index] = torch.stack([getattr(stats, s).double() for s in _STATS])
         for place, counted in enumerate((agreed & mask, survived, mask[-1].expand_as(mask)), -3):
             sums[place].index_add_(0, bucket, counted.T.double())
-        return sums, outside.sum()
+        # Each teacher row by its step-0 chain: several chains need it, which ranks may share.
+        once = mask[0].roll(1)[needed]
+        return sums, torch.stack([(outside * once).sum(), once.sum().double()])
 
 
 def teacher_summary(
@@ -176,9 +178,9 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _figures(sums: Tensor, outside: float) -> dict[str, Any]:
+def _figures(sums: Tensor, outside: Tensor) -> dict[str, Any]:
     """sums: [M, buckets, K], the statistics of `_STATS`, then rows that agreed, chains that agreed
-    up to each step, and all chains (alike at each step)."""
+    up to each step, and all chains (alike at each step). outside: [2], a sum and its rows."""
     cross, trained, weight, rows, kl, acceptance, agreed, survived, chains = sums.sum(1)
     if not weight.sum() > 0:
         raise ValueError(
@@ -202,7 +204,7 @@ def _figures(sums: Tensor, outside: float) -> dict[str, Any]:
             "greedy": float(1 + held.sum()) if chains[0] else None,
             "sampled": float(1 + expected.cumprod(0).sum()),
         },
-        "mass_outside_draft_vocabulary": outside / max(float(rows[0]), 1.0),
+        "mass_outside_draft_vocabulary": float(outside[0] / outside[1].clamp(min=1)),
         "by_context": {
             str(low): _bucket(sums[:, index])
             for index, low in enumerate(_BUCKETS)

@@ -32,6 +32,7 @@ from ...models.trunk import Trunk
 from ...train import forecast as facts
 from ...train.config import TrainConfig
 from ...train.loop import Trainer
+from ...train.metrics import read_metrics
 from ...train.ranks import start
 from ...train.trace import trace_step
 
@@ -170,10 +171,9 @@ def measure(case: Case) -> dict[str, float]:
         began = time.perf_counter()
         trainer.run()
         seconds = time.perf_counter() - began
-        lines = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
-    rates = sorted(line["tokens_per_second"] for line in lines)
+        rates = [line["tokens_per_second"] for line in read_metrics(Path(out) / "metrics.jsonl")]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"bytes": peak - before, "process": before, "rate": rates[-1], "seconds": seconds}
+    return {"bytes": peak - before, "process": before, "rate": max(rates), "seconds": seconds}
 
 
 def _warm_up() -> None:

@@ -56,6 +56,14 @@ def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *ONE]
 
 
+def deepspeed(ranks: int) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = str(Path(sys.executable).with_name("deepspeed"))
+    return [program, "--num_gpus", str(ranks), "--master_port", str(port), "--module", ONE[1]]
+
+
 def chat(number: int) -> dict[str, Any]:
     turns = []
     for turn in range(2 + 2 * (number % 2)):
@@ -155,6 +163,16 @@ def test_a_cache_of_two_dumping_ranks_trains_on_one_and_on_three(prepared: Prepa
         assert torch.allclose(value.float(), right[name].float(), rtol=1e-4, atol=1e-5), name
     assert json.loads((three / "run.json").read_text())["finished"] == 4
     assert (three / "head" / "config.json").exists()
+
+
+def test_the_deepspeed_launcher_trains_what_torchrun_trains(prepared: Prepared) -> None:
+    """Two ranks at ZeRO 2 either way: the same losses and the same head, bit for bit."""
+    prepared.dump(tokens_per_batch=256)
+    settings = ["train.zero_stage=2", "train.checkpoint_every=2"]
+    right = prepared.run(torchrun(2), "by-torchrun", *settings)
+    ours = prepared.run(deepspeed(2), "by-deepspeed", *settings)
+    assert losses(ours) == losses(right) and len(losses(ours)) == 4
+    assert equal_heads(ours, right)
 
 
 def test_a_target_rank_serves_what_the_trainer_would_make(prepared: Prepared) -> None:

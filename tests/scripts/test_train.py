@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from draftsmith.conf.compose import composed, to_config
 from draftsmith.scripts.cli import main
+from draftsmith.scripts.feed import Feed
+from draftsmith.scripts.train import _identity
+from draftsmith.train.config import TrainConfig
 
 
 @pytest.fixture
@@ -48,7 +55,9 @@ def settings(
 def test_a_run_of_more_steps_is_finished(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is recorded are the steps done: fewer are there already, more go on from them."""
+    """What is recorded are the steps done: fewer are there already, more go on from them, also
+    with the activations computed again."""
+    settings = [*settings, "train.step_weights=[1,0.5,0.5]"]
     for verb in ("prepare", "dump"):
         assert main([verb, *settings]) == 0
     assert main(["train", *settings, "train.max_steps=2"]) == 0
@@ -57,9 +66,31 @@ def test_a_run_of_more_steps_is_finished(
     capsys.readouterr()
     assert main(["train", *settings, "train.max_steps=1"]) == 0
     assert "reused: train (key matches; step 2)" in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="train.max_steps=3; until then it was 2"):
-        assert main(["train", *settings, "train.max_steps=3"]) == 0
+    further = ["train.max_steps=3", "train.checkpoint_activations=true"]
+    with pytest.warns(UserWarning) as told:
+        assert main(["train", *settings, *further]) == 0
+    changed = [str(one.message).partition(" with ")[2] for one in told]
+    assert changed == [
+        "train.checkpoint_activations=True; until then it was False",
+        "train.max_steps=3; until then it was 2",
+    ]
     assert json.loads(record.read_text())["finished"] == 3
+
+
+def test_a_run_is_what_determines_its_weights() -> None:
+    """Of `train`, all settings but those that change nothing beyond rounding, or only where it
+    ends and what is written, belong to a run; what is compared is what its file gives back."""
+    free = ["max_steps", "patience", "validate_every", "checkpoint_every", "keep_checkpoints"]
+    free += ["log_every", "prefetch", "accumulation", "zero_stage", "offload"]
+    free += ["checkpoint_activations", "chunk_tokens", "sequence_parallel"]
+    config = to_config(composed(["train.step_weights=[1,0.5,0.5]"]))
+    feed = cast(Feed, SimpleNamespace(identity={"rows": "key"}))
+    identity = _identity(config, feed, None)
+    kept = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
+    assert {one.name for one in fields(TrainConfig)} - kept == set(free)
+    assert json.loads(json.dumps(identity)) == identity
+    other = replace(config, train=replace(config.train, step_weights=(1.0, 0.5, 0.25)))
+    assert _identity(other, feed, None) != identity
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, MistralConfig
+from transformers import AutoConfig, DeepseekV3Config, MistralConfig
 
 from draftsmith.data.batches import PackedBatch
+from draftsmith.kernels.losses import LossConfig
 from draftsmith.models.heads import Head, HeadConfig, MTPHead, NormConfig, build_head
 from draftsmith.models.trunk import Trunk
 from draftsmith.train.config import TrainConfig
@@ -63,7 +64,8 @@ SHAPES = {
         **_SHAPE,
     ),
 }
-CASES = (*FAMILIES, *SHAPES)
+LOSSES = {"states": "smooth-l1+0.1*kl", "chance": "lk-alpha"}
+CASES = (*FAMILIES, *SHAPES, *LOSSES)
 LENGTHS = ((1, 13), (2, 1), (3, 22), (4, 3))  # 39 rows: pieces of 5 or 10, and one row of filling
 RUNS = {4: 0, 2: 2}  # ranks a group -> ZeRO stage
 
@@ -83,7 +85,8 @@ def case(name: str, target: Path) -> tuple[Head, PackedBatch, tuple[int, ...]]:
     if name in FAMILIES:
         head = build_head(FAMILIES[name], target, 2.0)
     else:
-        head = MTPHead(HeadConfig(), SHAPES[name])
+        shape = SHAPES.get(name) or AutoConfig.from_pretrained(target)
+        head = MTPHead(HeadConfig(), shape)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
@@ -100,6 +103,8 @@ def loss_and_gradients(
     """Of this process alone, or summed over a group."""
     head, batch, boundaries = case(name, target)
     options: dict[str, Any] = {} if group is None else {"unroll": group.unroll}
+    if name in LOSSES:
+        options["loss"] = LossConfig(LOSSES[name])
     objective = Objective(
         Trunk.load(target, torch.float64),
         WEIGHTS,
@@ -124,7 +129,14 @@ def train(target: Path, out: Path, **config: Any) -> None:
     cfg = TrainConfig(max_steps=4, log_every=1, precision="fp32", checkpoint_every=0, **config)
     trunk = Trunk.load(target, torch.float32)
     trainer = Trainer(
-        toy.make_head(target), trunk, toy.NoisePlan(), cfg, out, boundaries=(2,), progress=False
+        toy.make_head(target),
+        trunk,
+        toy.NoisePlan(),
+        cfg,
+        out,
+        boundaries=(2,),
+        draft_ids=torch.arange(0, 512, 3),
+        progress=False,
     )
     held_out = [toy.packed([toy.random_row(90 + n, 12 + 9 * n)]) for n in range(4)]
     trainer.validate = Validator(trainer.objective, held_out, sequence=trainer.sequence)

@@ -150,18 +150,6 @@ def test_a_loss_that_is_not_finite_names_the_rows(
     assert all(bool(value.isfinite().all()) for value in head.state_dict().values())
 
 
-class _NoGradient(torch.autograd.Function):
-    """The identity, whose derivative is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Tensor:
-        return grad[0] * float("nan")
-
-
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_gradient_that_is_not_finite_names_the_rows(
     trunk: Trunk,
@@ -173,13 +161,7 @@ def test_a_gradient_that_is_not_finite_names_the_rows(
 ) -> None:
     """A finite loss whose gradient is NaN: the run stops with the rows, no weight has moved, and
     the checkpoint before is the newest and whole."""
-    real = Objective.__call__
-
-    def poisoned(self: Objective, head: Head, batch: PackedBatch, steps: int) -> Any:
-        loss, stats = real(self, head, batch, steps)
-        return _NoGradient.apply(loss) if batch.row_ids == ("bad",) else loss, stats
-
-    monkeypatch.setattr(Objective, "__call__", poisoned)
+    monkeypatch.setattr(Objective, "__call__", toy.spoilt("gradient", {"bad"}))
     good, bad = (toy.packed([toy.random_row(1, 20)], [name]) for name in ("good", "bad"))
     trainer = _trainer(
         trunk,

@@ -123,9 +123,12 @@ def test_a_run_in_chunks_follows_a_run_without(
 
 
 def test_settings_that_cannot_be(target: Path, trunk: Trunk, toy: ModuleType) -> None:
-    """No rows in a chunk; chunks, which run in order, with ranks that run at once; no step."""
+    """No rows in a chunk; chunks, which run in order, with ranks that run at once, or with
+    weights that all ranks gather at once; no step."""
     with pytest.raises(ValueError, match="chunk_tokens=0: must be at least 1"):
         TrainConfig(chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"chunk_tokens=64 with train\.zero_stage=3"):
+        TrainConfig(chunk_tokens=64, zero_stage=3)
     with pytest.raises(ValueError, match="chunk_tokens=64 with train.sequence_parallel=2"):
         TrainConfig(chunk_tokens=64, sequence_parallel=2)
     batch = toy.packed([toy.random_row(1, 5)])

@@ -17,8 +17,20 @@ from safetensors.torch import load_file
 
 from draftsmith.data.batch_slice import slice_batch
 from draftsmith.kernels.shift import shift_tokens
+from draftsmith.models.trunk import Trunk
+from draftsmith.train.objective import Objective
 from draftsmith.train.sequence import SequenceGroup
+from draftsmith.train.validation import Validator
 
+SUMS = ("loss", "agreement", "kl", "expected_acceptance")
+FIGURES = (
+    "objective",
+    "conditional_agreement",
+    "joint_agreement",
+    "rows",
+    "chains",
+    "mass_outside_draft_vocabulary",
+)
 _PROGRAM = Path(__file__).with_name("sharing.py")
 
 
@@ -55,9 +67,9 @@ def launched(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loss_and_every_gradient_are_those_of_one_rank(
     launched: Path, sharing: ModuleType, target: Path
 ) -> None:
-    """Every family, 9 query heads on 3, a sliding window, latent attention, groups of 2 and of 4,
-    documents that straddle pieces, in float64: 1e-10 of the largest entry; each row is counted
-    once."""
+    """Every family, 9 query heads on 3, a sliding window, latent attention, losses of states and of
+    samples, groups of 2 and of 4, documents that straddle pieces, in float64: 1e-10 of the largest
+    entry; each row is counted once."""
     for name in sharing.CASES:
         alone = sharing.loss_and_gradients(name, target)
         assert int(alone["rows"][2]) > 0
@@ -87,9 +99,8 @@ def test_a_run_of_groups_follows_a_run_of_one(
     ours, alone = _lines(launched / f"run-{size}"), _lines(tmp_path)
     assert [line["kind"] for line in ours] == [*["train"] * 4, "validation"]
     for line, right in zip(ours, alone, strict=True):
-        for name in ("loss", "grad_norm", "agreement", "kl", "joint_agreement", "rows", "chains"):
-            if name in right:
-                assert line[name] == pytest.approx(right[name], rel=1e-5, abs=1e-7), name
+        for name in (*SUMS, *(FIGURES if line["kind"] == "validation" else ("grad_norm",))):
+            assert line[name] == pytest.approx(right[name], rel=1e-5, abs=1e-7), name
         for name in ("tokens", "supervised", "lr"):
             assert line.get(name) == right.get(name), name
 
@@ -124,6 +135,25 @@ def test_shares_hold_every_row_once_and_what_it_learns_from(
             ours = shift_tokens(share.tokens, share.starts, offset, fill=-1)[real]
             assert torch.equal(ours, shift_tokens(batch.tokens, batch.starts, offset, fill=-1)[at])
     assert sorted(taken) == list(range(total))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_validation_of_shares_counts_what_one_of_the_whole_counts(
+    sharing: ModuleType, target: Path, size: int
+) -> None:
+    """Every sum of `Validator`, of a head that looks at no other row; a teacher row behind a piece,
+    which chains of two shares need, counts once."""
+    head, batch, _ = sharing.case("medusa", target)
+    trunk, ids = Trunk.load(target, torch.float64), torch.arange(0, 512, 3)
+    objective = Objective(trunk, sharing.WEIGHTS, draft_ids=ids, dtype=torch.float64)
+    validator = Validator(objective, [batch])
+    with torch.no_grad():
+        whole = validator._measure(head, batch, 3)
+        shares = [slice_batch(batch, index, size, 3) for index in range(size)]
+        parts = [validator._measure(head, share, 3) for share in shares]
+    assert float(whole[1][0]) > 0
+    for right, found in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(torch.stack(found).sum(0), right, rtol=1e-10, atol=1e-10)
 
 
 def test_a_group_that_the_ranks_do_not_fill_is_refused() -> None:

@@ -5,7 +5,8 @@ python toy.py '{"target": FOLDER, "runs": [{"out": FOLDER, "config": {...}}, ...
     train, one run after the other; final weights to out/final.safetensors; "eagle3": true in a run
     trains a head that fuses two boundaries and has an lm_head of its own; "batches": the batches in
     turn, each a list of rows [seed, length, whether anything is supervised]; "stop": the run ends
-    like a failing one before it reads the batches of that step
+    like a failing one before it reads the batches of that step; "faults": rows (by name) whose
+    loss, or gradient, is NaN: the run must be refused, and what it says is printed
 python toy.py '{"target": FOLDER, "out": FOLDER, "config": {...}, "undisturbed": FOLDER, "kills":
     ["delay", "half", ...], "ranks": N}' one run killed and resumed, beside an undisturbed one; both
     end in final.safetensors
@@ -21,8 +22,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -32,8 +35,10 @@ from transformers import AutoConfig
 from draftsmith.data.batches import PackedBatch
 from draftsmith.models.heads import Head, HeadConfig, MTPHead, build_head
 from draftsmith.models.trunk import Trunk
+from draftsmith.train import engine
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import Trainer, TrainResult
+from draftsmith.train.objective import Objective
 
 
 def packed(
@@ -85,13 +90,45 @@ class NoisePlan:
 class ListedPlan(NoisePlan):
     """The given batches in turn; each a list of (seed, length, supervised) rows."""
 
-    def __init__(self, batches: list[list[tuple[int, int, bool]]]) -> None:
-        super().__init__()
+    def __init__(self, batches: list[list[tuple[int, int, bool]]], boundaries: int) -> None:
+        super().__init__(boundaries=boundaries)
         self.batches = batches
 
     def batch(self, index: int) -> PackedBatch:
-        rows = [(*random_row(seed, n), told) for seed, n, told in self.batches[index]]
-        return packed([(tokens, mask & told, states) for tokens, mask, states, told in rows])
+        rows = [(*random_row(seed, n, self.width), told) for seed, n, told in self.batches[index]]
+        return packed(
+            [(tokens, mask & told, states) for tokens, mask, states, told in rows],
+            [f"row-{seed}" for seed, _, _ in self.batches[index]],
+        )
+
+
+class _Spoilt(torch.autograd.Function):
+    """The identity, or NaN; its derivative is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        return loss * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+        return grad[0] * float("nan"), None
+
+
+_CALL = Objective.__call__
+
+
+def spoilt(what: str, rows: set[str]) -> Callable[..., Any]:
+    """`Objective.__call__` whose `loss` or `gradient` is NaN for batches that hold one of the
+    rows."""
+
+    def call(self: Objective, head: Head, batch: PackedBatch, steps: int) -> Any:
+        loss, stats = _CALL(self, head, batch, steps)
+        if rows.isdisjoint(batch.row_ids):
+            return loss, stats
+        factor = float("nan") if what == "loss" else 1.0
+        return _Spoilt.apply(loss, factor), stats._replace(loss=stats.loss * factor)
+
+    return call
 
 
 def make_head(target: Path, seed: int = 0) -> MTPHead:
@@ -103,6 +140,18 @@ def make_head(target: Path, seed: int = 0) -> MTPHead:
 
 class Stop(Exception):
     """A run is made to fail here."""
+
+
+_CONFIG = engine.deepspeed_config
+
+
+def _sharded(cfg: TrainConfig) -> dict[str, Any]:
+    """Stage 3 keeps what has less than 100,000 elements whole on every rank, which is everything
+    here; these runs shard all of it."""
+    made = _CONFIG(cfg)
+    if cfg.zero_stage == 3:
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return made
 
 
 def train(
@@ -121,18 +170,20 @@ def train(
         boundaries = (0, 1, 2)
         torch.manual_seed(0)
         head = build_head(HeadConfig("eagle3", boundaries=(0, 1)), target, 1.0)
-    plan = ListedPlan(batches) if batches else NoisePlan(boundaries=len(boundaries))
-    trainer = Trainer(
-        head,
-        Trunk.load(target, torch.float32),
-        plan,
-        TrainConfig(**config),
-        out,
-        boundaries=boundaries,
-        progress=False,
-    )
+    width = len(boundaries)
+    plan = ListedPlan(batches, width) if batches else NoisePlan(boundaries=width)
+    with mock.patch.object(engine, "deepspeed_config", _sharded):
+        trainer = Trainer(
+            head,
+            Trunk.load(target, torch.float32),
+            plan,
+            TrainConfig(**config),
+            out,
+            boundaries=boundaries,
+            progress=False,
+        )
     if stop is not None:
-        plan.end = stop * trainer.cfg.accumulation * int(os.environ.get("WORLD_SIZE", "1"))
+        plan.end = stop * trainer.cfg.accumulation * trainer.sequence.count
     try:
         result = trainer.run()
     except Stop:
@@ -214,7 +265,16 @@ def main(spec: dict[str, Any]) -> None:
     if "runs" in spec:
         for run in spec["runs"]:
             extra = {name: run[name] for name in ("eagle3", "batches", "stop") if name in run}
-            train(target, Path(run["out"]), **extra, **run["config"])
+            if "faults" not in run:
+                train(target, Path(run["out"]), **extra, **run["config"])
+                continue
+            for what, rows in run["faults"].items():
+                Objective.__call__ = spoilt(what, set(rows))
+            try:
+                train(target, Path(run["out"]), **extra, **run["config"])
+            except ValueError as error:
+                print(json.dumps(str(error)))
+            Objective.__call__ = _CALL
         return
     out, config = Path(spec["out"]), spec["config"]
     import deepspeed  # noqa: F401  (once here, instead of once in every child)
