@@ -13,8 +13,8 @@ the boundaries that eagle3 reads as well:
     select    norms x two starts x three rates, one unrolled step, short: which setting suits which
     norms     each choice of norms at its best setting
     families  every kind of head                    context  engine or causal, 3 and 5 steps
-    losses    what is minimised                     answers  the source's, or the target's own (as many
-                                                       tokens of either; needs the regenerated cache)
+    losses    what is minimised                     answers  the source's, or the target's
+                                                             own; as many tokens of either
 """
 
 from __future__ import annotations
