@@ -250,14 +250,17 @@ class Bench:
         return sets
 
 
-def accept(bench: Bench, limit: int, length: int, batch: int) -> None:
-    """Each kept head (and prompt look-up) in the engine: K = 3, greedy and at temperature 1."""
+def accept(
+    bench: Bench, only: str, temperatures: list[float], limit: int, length: int, batch: int
+) -> None:
+    """Each kept head (and prompt look-up) whose name starts with `only` in the engine, K = 3."""
     path, target = bench.out / "acceptance.jsonl", None
     done = {(r["head"], r["prompts"], r["temperature"]) for r in read(path)}
     heads = ["ngram", *(folder.parent.name for folder in sorted(bench.out.glob("*/head")))]
-    for name in heads:
-        for prompts in bench.prompts(limit):
-            for temperature in (0.0, 1.0):
+    sets = bench.prompts(limit)
+    for name in (name for name in heads if name.startswith(only)):
+        for prompts in sets:
+            for temperature in temperatures:
                 if (name, prompts.name, temperature) in done:
                     continue
                 target = target or Target.load(TargetConfig(source=str(bench.target)))
@@ -317,6 +320,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("phases", nargs="+")
     parser.add_argument("--work", type=Path, default=Path("work/comparisons"))
     parser.add_argument("--target", type=Path, default=Path("work/target/smollm2"))
+    parser.add_argument("--only", default="", help="accept: heads whose names start so")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--limit", type=int, default=16, help="prompts of a set")
     parser.add_argument("--length", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--batch", type=int, default=8, help="requests together")
@@ -330,7 +335,8 @@ def main(arguments: list[str]) -> int:
             continue
         bench = bench or Bench(asked.work, asked.target, asked.out)
         if phase == "accept":
-            accept(bench, asked.limit, asked.length, asked.batch)
+            sizes = asked.limit, asked.length, asked.batch
+            accept(bench, asked.only, asked.temperatures, *sizes)
             continue
         for run in runs(phase, read(results)):
             if run.name not in {record["name"] for record in read(results)}:
