@@ -17,7 +17,13 @@ from draftsmith.conf.structured import build
 from draftsmith.scripts.plan import forecast
 
 EXPERIMENTS = groups()["experiment"]
-SWEEPS = {"ablation-norms": 36, "ablation-losses": 5, "ablation-families": 6}
+SWEEPS = {
+    "ablation-norms": 36,
+    "ablation-losses": 5,
+    "ablation-families": 6,
+    "ablation-context": 4,
+    "ablation-answers": 2,
+}
 LARGER_THAN_A_DEVICE = {"llama-3.3-70b", "deepseek-v3-mtp"}
 """Targets that no one device holds, so that their cache comes from elsewhere."""
 
