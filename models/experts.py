@@ -28,7 +28,7 @@ def group(module: nn.Module) -> None:
     """Let the experts below `module` run as one grouped product wherever they are: their loop asks
     which experts have rows, and tensors without data cannot tell."""
     for child in module.modules():
-        config = getattr(child, "config", None)
+        config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) == IMPLEMENTATION:
             config._experts_implementation = "grouped_mm"
 

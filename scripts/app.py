@@ -315,6 +315,8 @@ def _shown(value: Any) -> str:
     """A value as it would be typed after `key=`."""
     if OmegaConf.is_list(value):
         return "[" + ",".join(map(_shown, value)) + "]"
+    if OmegaConf.is_dict(value):
+        return "{" + ",".join(f"{key}:{_shown(one)}" for key, one in value.items()) + "}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value) if value != "" else '""'
