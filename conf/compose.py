@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -44,17 +45,30 @@ def composed(overrides: Sequence[str], config_dir: str | None = None) -> DictCon
         another type.
     """
     check(overrides, config_dir)
+    config = _composed(overrides, config_dir)
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(_explained(error)) from error
+    return config
+
+
+def is_sweep(parsed: Sequence[Override], config_dir: str | None = None) -> bool:
+    """Whether the experiment among these overrides is a sweep by itself."""
+    single = [str(one.input_line) for one in parsed if not one.is_sweep_override()]
+    return _composed(single, config_dir, hydra=True).hydra.mode == RunMode.MULTIRUN
+
+
+def _composed(overrides: Sequence[str], config_dir: str | None, hydra: bool = False) -> DictConfig:
     register()
     searched = (
         [] if config_dir is None else [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
     )
     try:
         with initialize_config_module(MODULE, version_base="1.3"):
-            config = compose(ROOT, [*overrides, *searched])
-            OmegaConf.resolve(config)
+            return compose(ROOT, [*overrides, *searched], return_hydra_config=hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explained(error)) from error
-    return config
 
 
 def to_config(node: DictConfig) -> Config:

@@ -193,7 +193,7 @@ class ExportConfig:
     head: str | None = None
     """Native head folder; null takes the one that this run trained."""
     layout: str = "deepseek-mtp"
-    """The layout to write."""
+    """The layout to write: deepseek-mtp, glm-mtp, mimo-mtp or qwen-mtp."""
     folder: str | None = None
     """Where to; null is export/LAYOUT below the work folder."""
 
@@ -205,7 +205,7 @@ class ImportConfig:
     folder: str | None = None
     """The folder that holds it; null is what `export` of this run wrote."""
     layout: str = "deepseek-mtp"
-    """The layout it has."""
+    """The layout it has: deepseek-mtp, glm-mtp, mimo-mtp or qwen-mtp."""
     out: str | None = None
     """Native head folder to write; null is imported/ below the work folder."""
 

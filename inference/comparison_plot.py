@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -28,7 +30,7 @@ def comparison(
         curves: title of a panel -> run -> points.
     """
     names = list(dict.fromkeys([*measurements, *(run for told in curves.values() for run in told)]))
-    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+    colours = dict(zip(names, _palette(len(names)), strict=True))
     settings = list(dict.fromkeys(_setting(one) for told in measurements.values() for one in told))
     drawn = {title: told for title, told in curves.items() if any(told.values())}
     wanted = [row for row in (settings, list(drawn)) if row]
@@ -46,6 +48,13 @@ def comparison(
         for axis in row[len(cells) :]:
             axis.set_visible(False)
     return finish(figure, "Runs side by side", legend=axes)
+
+
+def _palette(count: int) -> list[str]:
+    """A colour for each run, told apart as long as that is possible."""
+    if count <= len(_COLOURS):
+        return list(_COLOURS[:count])
+    return [to_hex(colormaps["turbo"](place / (count - 1))) for place in range(count)]
 
 
 def _setting(one: dict[str, Any]) -> tuple[Any, ...]:

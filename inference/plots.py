@@ -278,11 +278,15 @@ def finish(figure: Figure, title: str, *, legend: list[list[Axes]] | None = None
             for axis in row:
                 for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                     handles.setdefault(label, handle)
+        room = 14 * figure.get_figwidth()  # characters of a line
+        beside = max(1, min(len(handles), 5, int(room / (max(map(len, handles), default=0) + 6))))
+        lines = -(-len(handles) // beside)
+        figure.set_figheight(figure.get_figheight() + 0.16 * max(0, lines - 2))
         figure.legend(
             handles.values(),
             handles.keys(),
             loc="outside lower center",
-            ncols=min(len(handles), 5),
+            ncols=beside,
             fontsize=8,
             frameon=False,
         )

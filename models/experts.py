@@ -24,6 +24,15 @@ def _experts(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
 
 
+def group(module: nn.Module) -> None:
+    """Let the experts below `module` run as one grouped product wherever they are: their loop asks
+    which experts have rows, and tensors without data cannot tell."""
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
+        if getattr(config, "_experts_implementation", None) == IMPLEMENTATION:
+            config._experts_implementation = "grouped_mm"
+
+
 def register() -> None:
     """Make the function known to transformers; calling it twice is harmless."""
     ExpertsInterface.register(IMPLEMENTATION, _experts)

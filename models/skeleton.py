@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from . import attention, experts
@@ -67,29 +68,47 @@ def read_tensors(
         tensor name in the model -> tensor, dtype as stored; whatever else lies in the files under
         such a name is there too, so that the caller can refuse it.
     """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known = model.state_dict()
-    wanted: dict[str, tuple[str, str | None]] = {}
-    for key in sorted(files, key=dot_natural_key):  # experts in the order of their numbers
-        name, pattern = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, known
-        )
-        if name.startswith(prefixes):
-            wanted[key] = name, pattern
-    tensors = _read(files, wanted)
-    parts: dict[str, Any] = {}
-    for key, (name, pattern) in wanted.items():
-        rule = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+    names = _Names(model)
+    return held(model, _read(files, [key for key in files if names(key)[0].startswith(prefixes)]))
+
+
+def held(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a checkpoint of the model's family spells them -> as its modules hold them: the
+    experts of a layer in one. Whatever stands before a layer's own names is kept."""
+    names, parts = _Names(model), dict[str, Any]()
+    for key in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
+        name, pattern = names(key)
+        rule = WeightRenaming(key, name) if pattern is None else names.converter(pattern)
         part = parts.setdefault(name, deepcopy(rule))
-        part.add_tensor(name, key, key if pattern is None else pattern, tensors.pop(key))
+        part.add_tensor(name, key, key if pattern is None else pattern, tensors[key])
     found: dict[str, Tensor] = {}
     for name, part in parts.items():
         for target, value in part.convert(name, model=model, config=model.config).items():
             found[target] = value[0] if isinstance(value, list) else value
     return found
+
+
+def spelt(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `held` (views); what is spelt so already stays."""
+    return revert_weight_conversion(model, tensors)
+
+
+class _Names:
+    """The library's rules from the names in a checkpoint to those in a model."""
+
+    def __init__(self, model: Any) -> None:
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix, self._known = model.base_model_prefix, model.state_dict()
+
+    def __call__(self, key: str) -> tuple[str, str | None]:
+        """The name in the model, and the pattern by which a converter takes the tensor."""
+        return rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
+
+    def converter(self, pattern: str) -> WeightConverter:
+        """The one that a pattern belongs to."""
+        return next(rule for rule in self._converters if pattern in rule.source_patterns)
 
 
 def _read(files: dict[str, Path], names: Iterable[str]) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +41,7 @@ from ..conf.compose import (
     check,
     composed,
     groups,
+    is_sweep,
     options,
     plain,
     register,
@@ -75,13 +78,15 @@ class Invocation:
     Attributes:
         overrides: as typed, after the verb's own. resolved: the whole configuration, JSON-ready,
             for provenance.
-        console: prints to the user; silent on every rank but the first.
+        console: prints to the user; silent on every rank but the first. one_of_many: a job of a
+            sweep.
     """
 
     verb: str
     overrides: tuple[str, ...]
     resolved: dict[str, Any]
     console: Console = field(default_factory=Console)
+    one_of_many: bool = False
 
     def say(self, text: str) -> None:
         """Print a line (rich markup)."""
@@ -94,8 +99,10 @@ class Invocation:
             self.say(f"  [green]{name:<{width}}[/]  {escape(str(place))}")
 
     def next(self, verb: str, *further: str) -> None:
-        """Say which command comes next over the same run. Leave to overwrite was given to this one
-        alone."""
+        """Say which command comes next over the same run; of a sweep, nothing, since the overrides
+        are those of all its jobs. Leave to overwrite was given to this one alone."""
+        if self.one_of_many:
+            return
         kept = [word for word in self.overrides if not _OVERWRITE.match(word)]
         words = shlex.join(["draftsmith", verb, *kept, *further])
         self.say(f"[bold]next:[/] {escape(words)}")
@@ -217,8 +224,9 @@ class Verb:
             *words,
         ]
         parsed = check(overrides, flags.config_dir)
-        if not flags.multirun:
-            if any(override.is_sweep_override() for override in parsed):
+        several = any(override.is_sweep_override() for override in parsed)
+        if not flags.multirun and not (several and is_sweep(parsed, flags.config_dir)):
+            if several:
                 raise ValueError(
                     "several values for one key: add --multirun to sweep, write a list as [a,b], "
                     "or quote a value that holds a comma: 'key=\"a,b\"'"
@@ -232,7 +240,14 @@ class Verb:
         transformers_logging.disable_progress_bar()
 
         def job(node: DictConfig) -> None:
-            invocation = Invocation(self.name, tuple(overrides), plain(node), console)
+            if INTERRUPTED in codes:  # the rest of a sweep is not wanted either
+                return
+            about = HydraConfig.get()
+            swept = about.mode == RunMode.MULTIRUN
+            invocation = Invocation(self.name, tuple(overrides), plain(node), console, swept)
+            if swept:
+                own = [word for word in about.overrides.task if word not in overrides]
+                invocation.say(f"[bold]job {about.job.num + 1}:[/] {escape(' '.join(own))}")
             codes.append(self._guarded(lambda: self.task(to_config(node), invocation)))
 
         before = sys.argv
@@ -300,6 +315,8 @@ def _shown(value: Any) -> str:
     """A value as it would be typed after `key=`."""
     if OmegaConf.is_list(value):
         return "[" + ",".join(map(_shown, value)) + "]"
+    if OmegaConf.is_dict(value):
+        return "{" + ",".join(f"{key}:{_shown(one)}" for key, one in value.items()) + "}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value) if value != "" else '""'

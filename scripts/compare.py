@@ -47,7 +47,9 @@ def run(config: Config, invocation: Invocation) -> None:
     folders, others = find_runs(settings.runs or (config.work,))
     records = [RunRecord.read(folder) for folder in folders]
     if others:
-        invocation.say(f"left out: {len(others)} folders that hold no run: {_listed(others)}")
+        invocation.say(
+            f"left out: {len(others)} folders that hold no run: {escape(_listed(others))}"
+        )
     groups = grouped(records, settings) if settings.group else []
     for group in groups:
         invocation.say(escape(str(group)))
@@ -97,25 +99,43 @@ def names(records: Sequence[RunRecord]) -> list[str]:
 def tables(compared: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows: the settings that differ, training, and what was measured."""
     runs, keys = compared["runs"], compared["differing"]
-    found = []
+    labels, found = _labels(compared), []
+    if labels != [run["name"] for run in runs]:
+        rows = [[label, run["name"]] for label, run in zip(labels, runs, strict=True)]
+        found.append(("Runs", ["run", "folder"], rows))
     if keys:
-        rows = [[key, *(cell(run["settings"][key]) for run in runs)] for key in keys]
-        found.append(("Settings that differ", ["", *(run["name"] for run in runs)], rows))
-    trained = [_trained(run["name"], run["training"]) for run in runs if run["training"]]
+        columns = [[cell(run["settings"][key]) for key in keys] for run in runs]
+        header, rows = ["", *labels], [list(row) for row in zip(keys, *columns, strict=True)]
+        if len(runs) > _SIDE_BY_SIDE:
+            header = ["run", *keys]
+            rows = [[label, *told] for label, told in zip(labels, columns, strict=True)]
+        found.append(("Settings that differ", header, rows))
+    named = list(zip(labels, runs, strict=True))
+    trained = [_trained(label, run["training"]) for label, run in named if run["training"]]
     if trained:
         found.append(("Training", _TRAINED, trained))
     order: dict[tuple[Any, ...], list[list[str]]] = {}
-    for run in runs:
+    for label, run in named:
         for one in run["measurements"]:
             if one["role"] != "none":
                 key = (one["prompts"], one["temperature"], one["dtype"], one["role"])
-                order.setdefault(key, []).append(_measured(run["name"], one))
+                order.setdefault(key, []).append(_measured(label, one))
     if order:
         measured = [row for rows in order.values() for row in rows]
         found.append(("Tokens per target call", _MEASURED, measured))
     return found
 
 
+def _labels(compared: dict[str, Any]) -> list[str]:
+    """What stands for the runs in tables: their names, or numbers where those are long."""
+    known = [run["name"] for run in compared["runs"]]
+    short = max(map(len, known)) <= _LONGEST_LABEL
+    return known if short else [str(number) for number in range(1, len(known) + 1)]
+
+
+_LONGEST_LABEL, _SIDE_BY_SIDE = 12, 4
+"""Characters of a run's name, and runs whose settings stand side by side; more stand below each
+other."""
 _TRAINED = [
     "run",
     "steps",
@@ -182,12 +202,15 @@ def _measured(name: str, one: Measurement) -> list[str]:
 
 def write(compared: dict[str, Any], records: Sequence[RunRecord], out: Path) -> list[Path]:
     """compare.json, compare.md and, where there is something to draw, compare.png."""
-    told = [run["name"] for run in compared["runs"]]
+    told = [
+        run["name"] if label == run["name"] else f"{label}: {run['name']}"
+        for label, run in zip(_labels(compared), compared["runs"], strict=True)
+    ]
     trained = ("head", "draft-lm")
     figure = comparison(
         {
-            run["name"]: [one for one in run["measurements"] if one["role"] in trained]
-            for run in compared["runs"]
+            name: [one for one in run["measurements"] if one["role"] in trained]
+            for name, run in zip(told, compared["runs"], strict=True)
         },
         {
             title: {
@@ -222,11 +245,11 @@ def _say_what_lacks(compared: dict[str, Any], invocation: Invocation) -> None:
     for run in compared["runs"]:
         found = run["measurements"]
         if not found:
-            invocation.say(f"{run['name']}: no report; `draftsmith evaluate` writes one")
+            invocation.say(f"{escape(run['name'])}: no report; `draftsmith evaluate` writes one")
         elif any(one["interval"] is None and one["role"] != "none" for one in found):
             invocation.say(
-                f"{run['name']}: no interval where a set has a single prompt, or the report no "
-                "counts by prompt (evaluate again)"
+                f"{escape(run['name'])}: no interval where a set has a single prompt, its answers "
+                "called no target, or the report has no counts by prompt (evaluate again)"
             )
 
 
@@ -247,7 +270,7 @@ def _shown(title: str, header: list[str], rows: list[list[str]]) -> Table:
         header_style="bold",
     )
     for name in header:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", min_width=max(map(len, name.split()), default=0))
     for row in rows:
         table.add_row(*row)
     return table

@@ -361,7 +361,8 @@ def _tables(found: Forecast, measured: dict[str, Any] | None) -> list[Table]:
     spent = Table("time", "", box=None, pad_edge=False)
     for name, seconds in found.seconds.items():
         rate = facts[f"{name}_tokens_per_second"]
-        spent.add_row(name, f"{_duration(seconds)}, {rate:,.0f} tokens/s a device")
+        told = f"{_duration(seconds)}, {rate:,.0f} tokens/s a device"
+        spent.add_row(name, "does not fit" if name in found.too_much else told)
     spent.add_row(
         "assumed",
         f"{device.mfu:.0%} of {device.flops / 1e12:.3g} T operations/s ({device.told}); no waiting "

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.batches import PackedBatch
+from ..models import experts
 from ..models.heads import Head, HeadConfig, head_class, training_boundaries
 from ..models.norm import RMSNorm
 from ..models.trunk import Trunk
@@ -153,7 +154,9 @@ class _KeptByAttention(torch.autograd.Function):
 def meta_head(config: HeadConfig, target_config: Any, draft_vocab_size: int | None) -> Head:
     """The head without data: its parameters and their shapes."""
     with torch.device("meta"):
-        return head_class(config.kind)(config, target_config, draft_vocab_size)
+        head = head_class(config.kind)(config, target_config, draft_vocab_size)
+    experts.group(head)
+    return head
 
 
 def trace_step(

@@ -28,9 +28,8 @@ from ..files import atomic_write_bytes, atomic_write_json, read_json
 from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
 from ..heads.config import HeadConfig
 from ..heads.mtp import MTPHead
-from ..skeleton import text_config
+from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
-from .experts import fuse_experts, split_experts
 
 _FILE = "mtp.safetensors"
 _NOTE = "draftsmith.json"
@@ -90,7 +89,7 @@ class MTPLayout:
         first = self._first(head.target_config)
         tensors = {
             self._foreign(name, first): value.detach().float().contiguous()
-            for name, value in split_experts(head.state_dict()).items()
+            for name, value in spelt(skeleton(head.target_config), head.state_dict()).items()
         }
         origin = dict.fromkeys(tensors, "trained")
         files = tensor_files(Path(target_folder))
@@ -148,7 +147,7 @@ class MTPLayout:
             elif not rest.endswith("rotary_emb.inv_freq"):  # follows from the configuration
                 found[self._prefix(first + module) + rest] = _read(files, name)
         _dequantise(found, raw)
-        self._take(folder, head, split_experts(found), first)
+        self._take(folder, head, found, first)
         draft_ids = note.pop("draft_ids", None)
         if draft_ids is not None:
             maps = vocabulary_maps(torch.tensor(draft_ids), int(target_config.vocab_size))
@@ -210,9 +209,10 @@ class MTPLayout:
         )
 
     def _take(self, folder: Path, head: MTPHead, found: dict[str, Tensor], first: int) -> None:
-        """Load the head's every tensor from the layout's names."""
-        state = head.state_dict()
-        ours = split_experts(state)
+        """Load the head's every tensor from the layout's names; experts may lie in one tensor or
+        one by one."""
+        model = skeleton(head.target_config)
+        ours, found = spelt(model, head.state_dict()), spelt(model, found)
         names = {self._foreign(name, first): name for name in ours}
         missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
         if missing or unknown:
@@ -225,9 +225,8 @@ class MTPLayout:
                     f"{folder}: {theirs} has shape {list(found[theirs].shape)}, the target's "
                     f"family needs {list(ours[name].shape)}"
                 )
-        shapes = {name: value.shape for name, value in state.items()}
         read = {name: found[theirs] for theirs, name in names.items()}
-        head.load_state_dict(fuse_experts(read, shapes))
+        head.load_state_dict(held(model, read))
 
     def _compare(self, name: str, theirs: str, files: dict[str, Path], place: Path) -> None:
         """Warn where a copy of the target's embedding or lm_head is no copy."""
@@ -296,8 +295,8 @@ def _dequantise(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         if matrix not in tensors:
             continue  # told as unknown
         weight, scale = tensors[matrix].float(), tensors.pop(name).float()
-        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        tensors[matrix] = weight * scale[: weight.shape[0], : weight.shape[1]]
+        scale = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        tensors[matrix] = weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 def _few(names: list[str]) -> str:

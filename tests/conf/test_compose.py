@@ -11,6 +11,7 @@ from draftsmith.conf.compose import composed, groups, options, plain, to_config
 from draftsmith.conf.schema import Config
 from draftsmith.conf.structured import build
 from draftsmith.kernels.losses import LossConfig
+from draftsmith.models.formats import LAYOUTS
 
 CHOICES = [f"{group}={name}" for group, names in groups().items() for name in names]
 
@@ -105,6 +106,12 @@ def test_every_option_says_what_it_means() -> None:
     """The help is the strings under the fields, so a field without one has no help."""
     unexplained = [key for key, meaning in options().items() if not meaning]
     assert set(unexplained) <= {"head.kind", "tracker.project"}
+
+
+def test_the_help_lists_every_layout() -> None:
+    """Of export and import alike."""
+    for key in ("export.layout", "import_head.layout"):
+        assert all(name in options()[key] for name in LAYOUTS)
 
 
 def test_settings_of_the_live_target_without_it_are_told() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins import basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -17,7 +17,13 @@ from draftsmith.conf.structured import build
 from draftsmith.scripts.plan import forecast
 
 EXPERIMENTS = groups()["experiment"]
-SWEEPS = {"ablation-norms": 36, "ablation-losses": 5, "ablation-families": 6}
+SWEEPS = {
+    "ablation-norms": 36,
+    "ablation-losses": 5,
+    "ablation-families": 6,
+    "ablation-context": 4,
+    "ablation-answers": 2,
+}
 LARGER_THAN_A_DEVICE = {"llama-3.3-70b", "deepseek-v3-mtp"}
 """Targets that no one device holds, so that their cache comes from elsewhere."""
 
@@ -51,7 +57,8 @@ def test_a_sweep_expands_to_its_jobs(name: str, jobs: int) -> None:
     with initialize_config_module(MODULE, version_base="1.3"):
         base = compose(ROOT, [f"experiment={name}"], return_hydra_config=True)
         assert base.hydra.mode.name == "MULTIRUN"
-        sweeper = BasicSweeper(max_batch_size=None, params=base.hydra.sweeper.params)
+        # Hydra loads its plug-ins anew: the class is the one that is there by now
+        sweeper = basic_sweeper.BasicSweeper(max_batch_size=None, params=base.hydra.sweeper.params)
         parsed = OverridesParser.create().parse_overrides(sweeper._parse_config())
         (batch,) = sweeper.split_arguments(parsed, max_batch_size=None)
         assert len(batch) == jobs

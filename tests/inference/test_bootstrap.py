@@ -68,3 +68,10 @@ def test_answers_without_a_call_do_not_spoil_the_rest():
     """Resamples of such answers alone are left out."""
     interval = ratio(np.array([[0, 0], [6, 3]]))
     assert interval is not None and tuple(interval) == (2, 2, 2)
+
+
+def test_each_run_is_divided_by_its_own_calls():
+    """The value of a difference is that of the two ratios of sums."""
+    ours, theirs = np.array([[30, 10], [12, 8]]), np.array([[30, 20], [12, 10]])
+    change = difference(ours, theirs)
+    assert change is not None and change.value == pytest.approx(42 / 18 - 42 / 30)

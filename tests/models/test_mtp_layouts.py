@@ -134,7 +134,7 @@ class Family:
 FAMILIES = {
     "deepseek": Family(
         "deepseek-mtp",
-        DeepseekV3Config(**{**_SMALL, **_MLA}, **_DEEPSEEK_MOE, first_k_dense_replace=0),
+        DeepseekV3Config(**{**_SMALL, **_MLA}, **_DEEPSEEK_MOE, first_k_dense_replace=1),
         2,
         "model.layers.{1}.",
         _DEEPSEEK_NAMES,
@@ -143,7 +143,7 @@ FAMILIES = {
     ),
     "glm": Family(
         "glm-mtp",
-        Glm4MoeConfig(**{**_SMALL, "head_dim": 8}, **_DEEPSEEK_MOE, first_k_dense_replace=0),
+        Glm4MoeConfig(**{**_SMALL, "head_dim": 8}, **_DEEPSEEK_MOE, first_k_dense_replace=1),
         1,
         "model.layers.{1}.",
         _DEEPSEEK_NAMES,

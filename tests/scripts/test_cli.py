@@ -240,6 +240,35 @@ def test_a_sweep_in_a_fresh_process_finds_the_schema(monkeypatch: pytest.MonkeyP
     assert seen == ["work/loss-lk-alpha", "work/loss-smooth-l1+0.1*kl"]
 
 
+def test_an_experiment_that_sweeps_takes_several_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They stand in place of the file's; every job says which it is, and no next command, whose
+    overrides would be those of all jobs."""
+    seen: list[str] = []
+
+    def task(config: Config, invocation: Invocation) -> None:
+        seen.append(config.work)
+        invocation.next("evaluate")
+
+    assert verb(task).main(["experiment=ablation-losses", "train.loss.kind=kl,tv"]) == 0
+    assert seen == ["work/ablation-losses/kl", "work/ablation-losses/tv"]
+    out = capsys.readouterr().out
+    assert "job 2: train.loss.kind=tv" in out and "next:" not in out
+
+
+def test_an_interruption_ends_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not just the job that it met."""
+    seen: list[str] = []
+
+    def task(config: Config, invocation: Invocation) -> None:
+        seen.append(config.work)
+        raise KeyboardInterrupt
+
+    assert verb(task).main(["--multirun", "work=a,b"]) == 130
+    assert seen == ["a"]
+
+
 def test_the_launcher_s_own_argument_is_dropped() -> None:
     """`deepspeed` adds --local_rank to every rank's command line."""
     assert verb(lambda *_: None).main(["--local_rank=0", "train.lr=0.1"]) == 0

@@ -12,6 +12,7 @@ import pytest
 from draftsmith.conf.compose import composed, plain
 from draftsmith.models.files import atomic_write_json
 from draftsmith.scripts.cli import main
+from draftsmith.scripts.compare import _MEASURED
 from draftsmith.scripts.run_record import RunRecord
 from draftsmith.train.metrics import MetricsFile
 
@@ -139,6 +140,20 @@ def test_runs_side_by_side(make: Maker, capsys: pytest.CaptureFixture[str]):
     text = (out / "compare.md").read_text()
     assert "| train.lr | 0.001 | 0.002 |" in text and " *" in text
     assert "2.927 [" in text and "2.927" in capsys.readouterr().out
+
+
+def test_many_runs_of_long_names_have_numbers(make: Maker):
+    """Settings stand as columns, no table has a column for each run, and a line tells whose number
+    it is; JSON keeps the names."""
+    for index in range(9):
+        make(f"sweep/norms-true-{index}/target-last", f"train.seed={index}", calls=[9, 8 + index])
+    assert main(["compare", "runs=sweep/*/*"]) == 0
+    assert compared()["runs"][8]["name"] == "norms-true-8/target-last"
+    text = Path("work/compare/compare.md").read_text()
+    assert "| 9 | norms-true-8/target-last |" in text
+    assert "| run | train.seed |" in text and "| 9 | 8 |" in text
+    widest = max(len(line.split("|")) for line in text.splitlines())
+    assert widest == len(_MEASURED) + 2
 
 
 @pytest.mark.parametrize(
