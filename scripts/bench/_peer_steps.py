@@ -175,7 +175,8 @@ def eagle(rows: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ones = torch.ones_like(tokens)
         losses, _, _ = model(input_ids=tokens, attention_mask=ones, loss_mask=ones)
         cross = [float(loss.detach()) for loss in losses]  # its trainer logs them
-        return sum(0.8**k * loss for k, loss in enumerate(losses)), {"cross": cross}
+        weighted = torch.stack([0.8**k * loss for k, loss in enumerate(losses)])
+        return weighted.sum(), {"cross": cross}
 
     learnt = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=5e-5, betas=(0.9, 0.95), weight_decay=0.0)

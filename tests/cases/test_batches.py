@@ -183,12 +183,12 @@ class SlowPlan(BatchPlan):
 
 
 def test_case_127_waiting_is_shown_apart_from_computing(toy: Path, tmp_path: Path) -> None:
-    """Batches that take 0.3 s to read: the metrics say how long the trainer waited and for which
+    """Batches that take 0.8 s to read: the metrics say how long the trainer waited and for which
     share of the time, and one warning names the remedy; quick ones say nothing."""
     slow = SlowPlan(NoiseRows(all_of(20)), tokens_per_batch=20)
-    slow.seconds = 0.3
+    slow.seconds = 0.8  # more than a step, on a busy machine too
     with pytest.warns(UserWarning, match="waiting for data: raise train.prefetch=2") as caught:
-        _, lines = train(toy, slow, tmp_path / "slow", max_steps=18, log_every=6)
+        _, lines = train(toy, slow, tmp_path / "slow", max_steps=9, log_every=3)
     assert sum("waiting for data" in str(warning.message) for warning in caught) == 1
     for line in lines:
         assert line["seconds"]["wait"] > 1.0 and line["wait_share"] > 0.1
