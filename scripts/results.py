@@ -110,10 +110,9 @@ def runs(phase: str, done: list[dict[str, Any]]) -> Iterator[Run]:
         yield Run("fam-eagle3", HeadConfig(kind="eagle3"), LONG)
         yield Run("fam-medusa", HeadConfig(kind="medusa", modules=3, norms=NONE), alone)
     elif phase == "context":
-        for context in ("engine", "causal"):
-            for steps in (3, 5):
-                settings = {**LONG, "steps": steps, "context": context}
-                yield Run(f"ctx-{context}-{steps}", mtp, settings)
+        for context, steps in (("causal", 3), ("engine", 5), ("causal", 5)):  # engine, 3: fam-mtp
+            settings = {**LONG, "steps": steps, "context": context}
+            yield Run(f"ctx-{context}-{steps}", mtp, settings)
     elif phase == "losses":
         for kind in LOSSES:
             yield Run(f"loss-{kind}", mtp, {**LONG, "loss": LossConfig(kind=kind)})

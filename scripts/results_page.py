@@ -16,10 +16,10 @@ from ..models.files import atomic_write_bytes
 from ..train.metrics import read_metrics
 
 _SETS = ("humaneval", "mt_bench", "heldout")
-_GROUPS = {
+_GROUPS: dict[str, tuple[str, str]] = {
     "Norms, each choice at its best start and rate": ("abl-", "abl-published"),
     "Kinds of heads": ("fam-", "fam-mtp"),
-    "What later steps see in training": ("ctx-", None),
+    "What later steps see in training": ("ctx-", "fam-mtp"),
     "What is minimised": ("loss-", "fam-mtp"),
     "Whose answers": ("ans-", "ans-equal"),
 }
@@ -31,7 +31,7 @@ def page(results: list[dict[str, Any]], accepted: list[dict[str, Any]]) -> str:
     parts = [selection(results)]
     for title, (prefix, base) in _GROUPS.items():
         names = [r["name"] for r in results if r["name"].startswith(prefix)]
-        if base is not None and base not in names:
+        if base not in names:
             names = [base, *names]
         chosen = [r for name in names for r in results if r["name"] == name]
         if len(chosen) > 1:
@@ -112,28 +112,30 @@ def _percent(shares: Sequence[float]) -> str:
     return " ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def _acceptance(
-    chosen: Sequence[dict[str, Any]], accepted: list[dict[str, Any]], base: str | None
-) -> str:
+def _acceptance(chosen: Sequence[dict[str, Any]], accepted: list[dict[str, Any]], base: str) -> str:
     """Tokens per target call with the 95 % interval over prompts; the last column holds all prompts
     of the greedy runs together, less those of the base."""
     found = {(r["head"], r["prompts"], r["temperature"]): r for r in accepted}
-    names = [record["name"] for record in chosen] + ["ngram"]
-    rows = []
+    heads = [record["name"] for record in chosen]
+    # A temperature at which some head was not measured is left out.
+    temperatures = [
+        t for t in (0.0, 1.0) if all((name, p, t) in found for name in heads for p in _SETS)
+    ]
+    if not temperatures:
+        return ""
+    names, rows = [*heads, "ngram"], []
     for name in names:
         cells = []
-        for temperature in (0.0, 1.0):
+        for temperature in temperatures:
             for prompts in _SETS:
                 record = found.get((name, prompts, temperature))
                 cells.append("–" if record is None else _interval(ratio(_prompt_counts([record]))))
         rows.append([name, *cells, _against(name, base, found)])
-    if all(cell == "–" for row in rows for cell in row[1:7]):
-        return ""
-    header = [f"{name}, T={temperature}" for temperature in (0, 1) for name in _SETS]
+    header = [f"{name}, T={temperature:g}" for temperature in temperatures for name in _SETS]
     return markdown_table(["tokens per target call", *header, f"T=0, less {base}"], rows) + "\n"
 
 
-def _against(name: str, base: str | None, found: dict[Any, dict[str, Any]]) -> str:
+def _against(name: str, base: str, found: dict[Any, dict[str, Any]]) -> str:
     ours = [found.get((name, prompts, 0.0)) for prompts in _SETS]
     theirs = [found.get((base, prompts, 0.0)) for prompts in _SETS]
     pair = [r for r in ours if r is not None], [r for r in theirs if r is not None]
