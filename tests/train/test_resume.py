@@ -23,9 +23,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("zero_stage", "precision", "ranks"), [(0, "bf16", 1), (1, "fp32", 1), (2, "fp32", 2)]
-)
+@pytest.mark.parametrize(("zero_stage", "precision", "ranks"), [(0, "bf16", 1), (2, "fp32", 2)])
 def test_killed_and_resumed_equals_undisturbed(
     target: Path,
     tmp_path: Path,
@@ -36,8 +34,8 @@ def test_killed_and_resumed_equals_undisturbed(
 ) -> None:
     """SIGKILL at random moments and in the middle of a checkpoint, on one process and to the ranks
     of two: same weights, same losses, rates and norms line by line, each step logged once (77, 78,
-    79, 84). DRAFTSMITH_KILLS sets how often (4)."""
-    kills = int(os.environ.get("DRAFTSMITH_KILLS", "4"))
+    79, 84). DRAFTSMITH_KILLS sets how often (2)."""
+    kills = int(os.environ.get("DRAFTSMITH_KILLS", "2"))
     out, calm = tmp_path / "killed", tmp_path / "calm"
     config = {
         "max_steps": 20 + 12 * kills,
