@@ -4,7 +4,6 @@ deepspeed."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import resource
@@ -22,7 +21,7 @@ from ..data.batches import BatchPlan
 from ..data.probes import probe_source, state_rms
 from ..data.rows import Rows
 from ..data.vocabulary import DraftVocabulary, draft_vocabulary
-from ..models.files import atomic_write_json, changes, read_json
+from ..models.files import atomic_write_json, read_json
 from ..models.heads import Head, LoadedHead, build_head, save_head, training_boundaries
 from ..models.provenance import write_provenance
 from ..models.skeleton import text_config
@@ -43,25 +42,9 @@ from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 from .live import LiveAcceptance
+from .run_identity import begin, end_of, is_finished, run_identity
 from .source import with_source
 from .watch import draw_curves, watched
-
-_FREE = (
-    "max_steps",
-    "prefetch",
-    "checkpoint_activations",
-    "chunk_tokens",
-    "sequence_parallel",
-    "log_every",
-    "validate_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "patience",
-    "accumulation",
-    "zero_stage",
-    "offload",
-)
-"""Settings of `train` that may differ when a run goes on."""
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -117,18 +100,18 @@ def train(config: Config, invocation: Invocation) -> None:
         else CacheFeed(config, rows, marks, boundaries)
     )
     with contextlib.closing(feed):
-        identity = _identity(config, feed, source)
-        if rank() == 0 and _begin(artifacts, identity, config, invocation):
+        identity = run_identity(config, feed, source)
+        if rank() == 0 and begin(artifacts, identity, config, invocation):
             done = read_json(artifacts.run)["finished"]
             invocation.say(f"reused: train (key matches; step {done})")
         barrier()
-        if not _finished(artifacts, identity, config):
+        if not is_finished(artifacts, identity, config):
             result = _train(config, invocation, folder, marks, rows, feed, source)
             measured = _measured(artifacts, device)
             if rank() == 0:
                 ended = {"identity": identity, "finished": result.step, "measured": measured}
                 if result.stopped_early:
-                    ended["stopped_early"] = _end(config)
+                    ended["stopped_early"] = end_of(config)
                 atomic_write_json(artifacts.run, ended)
             barrier()
 
@@ -277,61 +260,6 @@ def _kept_vocabulary(
         return None
     coverage = DraftVocabulary(ids, float("nan"), vocab_size).coverage_of(rows)
     return DraftVocabulary(ids, coverage, vocab_size)
-
-
-def _identity(config: Config, feed: Feed, source: LoadedHead | None) -> dict[str, Any]:
-    """Everything that determines the weights, but the settings that may differ when a run goes
-    on. A head to start from counts by its content, wherever it lies."""
-    settings = dataclasses.asdict(config.train)
-    shape = dataclasses.asdict(config.head)
-    shape["init"] = {
-        **vars(config.head.init),
-        "source": None if source is None else source.meta["content"],
-    }
-    identity = {
-        **feed.identity,
-        **{f"train.{name}": value for name, value in settings.items() if name not in _FREE},
-        **{f"head.{name}": value for name, value in shape.items()},
-    }
-    return json.loads(json.dumps(identity))  # as it is read again: a tuple is a list
-
-
-def _begin(
-    artifacts: Artifacts, identity: dict[str, Any], config: Config, invocation: Invocation
-) -> bool:
-    """Whether the run is finished already; else WORK/train is made ready for it."""
-    if artifacts.run.exists():
-        old = read_json(artifacts.run)["identity"]
-        changed = changes(old, identity)
-        if changed and not config.overwrite:
-            raise ValueError(
-                f"{artifacts.train} holds a run of other settings ({'; '.join(changed)}); choose "
-                "another work folder, or "
-                "overwrite=true to replace it"
-            )
-        if changed:
-            invocation.say(f"made anew: train ({'; '.join(changed)})")
-            shutil.rmtree(artifacts.train)
-        elif _finished(artifacts, identity, config):
-            return True
-    artifacts.train.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(artifacts.run, {"identity": identity, "finished": None})
-    return False
-
-
-def _finished(artifacts: Artifacts, identity: dict[str, Any], config: Config) -> bool:
-    if not artifacts.run.exists() or not (artifacts.head / "config.json").exists():
-        return False
-    record = read_json(artifacts.run)
-    done = record["finished"]
-    if record["identity"] != identity or done is None:
-        return False
-    return done >= config.train.max_steps or record.get("stopped_early") == _end(config)
-
-
-def _end(config: Config) -> dict[str, int]:
-    """What decides where a run ends; one that ended early goes on when it changes."""
-    return {"max_steps": config.train.max_steps, "patience": config.train.patience}
 
 
 def _held_out(config: Config, feed: Feed) -> list[Any] | None:

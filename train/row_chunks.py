@@ -12,6 +12,7 @@ of one chunk.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..data.batches import PackedBatch
 from ..kernels.shift import shift_tokens
+from ..kernels.ttt_attention import ttt_attention
 from ..models.heads import Head
 from ..models.trunk import Trunk
 from .unroll import UnrollContext, check_steps
@@ -93,8 +95,8 @@ class ChunkContext(UnrollContext):
     def __init__(self, starts: list[int], chunk: _Chunk, past: list[tuple[int, Written]]) -> None:
         start, begin, end = chunk
         inside = [border - start for border in starts if start < border < end]
-        super().__init__([0, *inside, end - start])
-        self.offset = begin - start
+        attention = partial(ttt_attention, offset=begin - start)
+        super().__init__([0, *inside, end - start], attention)
         self.past = [(max(0, start - first), written) for first, written in past]
         self.written: Written = {}
 
@@ -106,27 +108,3 @@ class ChunkContext(UnrollContext):
         parts = [[x[:, skip:].to(key.dtype) for x in w[layer]] for skip, w in self.past]
         keys, values = zip(*parts, (key, value), strict=True)
         return torch.cat(keys, 1), torch.cat(values, 1)
-
-    def look(
-        self,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """See `UnrollContext`."""
-        return self.attention(
-            q,
-            keys[0],
-            values[0],
-            keys[1:],
-            values[1:],
-            self.starts,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            offset=self.offset,
-        )

@@ -15,7 +15,7 @@ import pytest
 from draftsmith.conf.compose import composed, to_config
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.feed import Feed
-from draftsmith.scripts.train import _identity
+from draftsmith.scripts.run_identity import run_identity
 from draftsmith.train.config import TrainConfig
 
 
@@ -85,12 +85,12 @@ def test_a_run_is_what_determines_its_weights() -> None:
     free += ["checkpoint_activations", "chunk_tokens", "sequence_parallel"]
     config = to_config(composed(["train.step_weights=[1,0.5,0.5]"]))
     feed = cast(Feed, SimpleNamespace(identity={"rows": "key"}))
-    identity = _identity(config, feed, None)
+    identity = run_identity(config, feed, None)
     kept = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
     assert {one.name for one in fields(TrainConfig)} - kept == set(free)
     assert json.loads(json.dumps(identity)) == identity
     other = replace(config, train=replace(config.train, step_weights=(1.0, 0.5, 0.25)))
-    assert _identity(other, feed, None) != identity
+    assert run_identity(other, feed, None) != identity
 
 
 @pytest.mark.slow
