@@ -160,7 +160,7 @@ def measure(
     engine = Engine(target, config, drafter)
     warm = dataclasses.replace(params, max_new_tokens=min(8, params.max_new_tokens))
     engine.run([prompts.prompts[0]], warm)
-    engine.metrics = EngineMetrics()
+    engine.reset_metrics()
     start = time.perf_counter()
     # Every prompt has a seed of its own, so that sampled runs do not repeat one random stream.
     sequences = [
