@@ -30,9 +30,10 @@ check: dev ## lint, formatting, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/basedpyright
 
-bench: dev ## the ratios of docs/results.md, each measured in one run on this machine
+bench: dev ## the ratios of docs/results.md, each measured in one run (families needs trained heads: by hand)
 	@for file in scripts/bench/[a-z]*.py; do \
-		name=$$(basename $$file .py); echo "== $$name"; $(VENV)/bin/python -m draftsmith.scripts.bench.$$name || exit 1; \
+		name=$$(basename $$file .py); [ $$name = families ] && continue; \
+		echo "== $$name"; $(VENV)/bin/python -m draftsmith.scripts.bench.$$name || exit 1; \
 	done
 
 dev: $(VENV)/.installed-dev ## make .venv with what the tests and the checks need

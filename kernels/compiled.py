@@ -3,7 +3,7 @@
 A chain of elementwise steps and row sums over a chunk of logits is bound by memory: plain PyTorch
 reads and writes the chunk once a step. Inductor fuses the chain into two or three vectorised loops.
 It needs a C++ compiler and Python's headers; where either is missing, the plain form runs.
-`DRAFTSMITH_KERNELS` (see `jit`) picks: `auto` compiles where it can and the chunk is wide enough to
+`DRAFTSMITH_KERNELS` (see `jit`) picks: `auto` compiles where it can and there is enough to do to
 repay the seconds that it takes, `compiled` insists, `reference` never does.
 """
 
@@ -23,9 +23,6 @@ from torch import Tensor
 
 from .jit import VARIABLE, choice
 
-WORTH_IT = 4096
-"""Columns from which `auto` compiles: below, a training run of minutes hardly gains seconds."""
-
 
 @functools.cache
 def missing() -> str | None:
@@ -38,8 +35,11 @@ def missing() -> str | None:
     return None
 
 
-def use_compiled(like: Tensor) -> bool:
-    """Whether an op on rows like these [m, V] runs its C++ form. float64 takes the plain form.
+def use_compiled(like: Tensor, worth: bool) -> bool:
+    """Whether an op on a tensor like this runs its C++ form. float64 takes the plain form.
+
+    Args:
+        worth: whether there is so much to do that `auto` should compile.
 
     Raises:
         ValueError: `compiled` is asked for where it cannot be had.
@@ -47,7 +47,7 @@ def use_compiled(like: Tensor) -> bool:
     asked = choice()
     if asked not in ("auto", "compiled") or like.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if like.device.type != "cpu" or (asked == "auto" and like.shape[-1] < WORTH_IT):
+    if like.device.type != "cpu" or (asked == "auto" and not worth):
         return False
     lacking = missing()
     if lacking is not None and asked == "compiled":

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _BLOCK = 4096
+_WIDE = 4096  # columns
+_CACHE = 1 << 22  # bytes of student logits that a core's own cache holds beside the rest
+
+
+def wide_enough(logits: Tensor) -> bool:
+    """Whether a C++ form pays: below, a training run of minutes hardly gains seconds."""
+    return logits.shape[-1] >= _WIDE
 
 
 class ChunkFigures(NamedTuple):
@@ -85,10 +92,8 @@ def distill_chunk(
     Returns:
         The figures of each row.
     """
-    if use_compiled(students):
-        return ChunkFigures(
-            *_fused(students, teachers, rows, float(logit_scale), softcap, with_gradient)
-        )
+    if use_compiled(students, wide_enough(students)):
+        return _compiled(students, teachers, rows, float(logit_scale), softcap, with_gradient)
     if not use_triton(students):
         return distill_chunk_reference(
             students,
@@ -122,37 +127,71 @@ def distill_chunk(
     return ChunkFigures(cross, kl, acceptance, tops[0], tops[1])
 
 
-@Compiled
-def _fused(
+def _compiled(
     students: Tensor,
     teachers: Tensor,
     rows: Tensor,
     logit_scale: float,
     softcap: float | None,
     with_gradient: bool,
-) -> tuple[Tensor, ...]:
-    """The reference with each exponential taken once, and a teacher row's for all its students."""
-    z, t = students.float() * logit_scale, teachers.float() * logit_scale
+) -> ChunkFigures:
+    """The C++ form: a slice of rows that stays in the processor's cache is read for its sums and,
+    while it is there, again for figures and gradient."""
+    size = students.shape[1] * students.element_size()
+    most = max(1, torch.get_num_threads() * _CACHE // size)
+    log_t, top_t = (
+        torch.cat(parts)
+        for parts in zip(
+            *(_sums(part, logit_scale, softcap) for part in teachers.split(most)), strict=True
+        )
+    )
+    figures = []
+    for part, index in zip(students.split(most), rows.split(most), strict=True):
+        log_z, top = _sums(part, logit_scale, softcap)
+        compared = _compare(
+            part, teachers, index, log_z, log_t, logit_scale, softcap, with_gradient
+        )
+        figures.append((*compared, top))
+    cross, kl, acceptance, top = (torch.cat(parts) for parts in zip(*figures, strict=True))
+    return ChunkFigures(cross, kl, acceptance, top.long(), top_t[rows].long())
+
+
+@Compiled
+def _sums(logits: Tensor, logit_scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """logsumexp and first argmax of every row."""
+    z = logits.float() * logit_scale
     if softcap is not None:
-        z, t = softcap * torch.tanh(z / softcap), softcap * torch.tanh(t / softcap)
-    best_t, best = t.amax(-1, keepdim=True), z.amax(-1, keepdim=True)
-    mass_t, mass = (t - best_t).exp(), (z - best).exp()
-    sum_t, sum_z = mass_t.sum(-1, keepdim=True), mass.sum(-1, keepdim=True)
-    log_t, log_z = best_t + sum_t.log(), best + sum_z.log()
-    p = mass_t / sum_t
-    entropy = log_t.squeeze(-1) - (p * t).sum(-1)
-    wanted, q = p[rows], mass / sum_z
-    cross = log_z.squeeze(-1) - (wanted * z).sum(-1)
-    acceptance = torch.minimum(wanted, q).sum(-1)
+        z = softcap * torch.tanh(z / softcap)
+    best = z.amax(-1, keepdim=True)
+    mass = (z - best).exp().sum(-1)
     # An argmax is not vectorised; the least of the columns that hold the maximum is.
     column = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
-    last = z.shape[-1] - 1
-    top = torch.where(z == best, column, last).amin(-1).long()
-    top_t = torch.where(t == best_t, column, last).amin(-1).long()
+    return best.squeeze(-1) + mass.log(), torch.where(z == best, column, z.shape[-1] - 1).amin(-1)
+
+
+@Compiled
+def _compare(
+    students: Tensor,
+    teachers: Tensor,
+    rows: Tensor,
+    log_z: Tensor,
+    log_t: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cross, kl and acceptance from the sums of both sides; the gradient over the logits."""
+    z, t = students.float() * logit_scale, teachers[rows].float() * logit_scale
+    if softcap is not None:
+        z, t = softcap * torch.tanh(z / softcap), softcap * torch.tanh(t / softcap)
+    log_p, log_q = t - log_t[rows][:, None], z - log_z[:, None]
+    p, q = log_p.exp(), log_q.exp()
+    cross, kl = -(p * log_q).sum(-1), (p * (log_p - log_q)).sum(-1)
+    acceptance = torch.minimum(p, q).sum(-1)
     if with_gradient:
-        slope = q - wanted
+        slope = q - p
         students.copy_(slope if softcap is None else slope * (1 - (z / softcap).square()))
-    return cross, cross - entropy[rows], acceptance, top, top_t[rows]
+    return cross, kl, acceptance
 
 
 @Kernel

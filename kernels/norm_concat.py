@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -30,8 +29,6 @@ def norm_concat_reference(
     for x, weight in ((a, weight_a), (b, weight_b)):
         if weight is None:
             halves.append(x)
-        elif torch.is_grad_enabled():
-            halves.append(F.rms_norm(x, weight.shape, weight, eps))
         else:
             halves.append(rms_norm(x, weight, eps))
     return torch.cat(halves, -1)

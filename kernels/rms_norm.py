@@ -1,5 +1,4 @@
-"""RMSNorm in few steps, for passes without a gradient, and the derivative that its fused relatives
-share.
+"""RMSNorm in few steps, and the derivative that its fused relatives share.
 
     y  = n * w              n = x * r          r = 1 / sqrt(mean(x^2) + eps)
     dx = r * (g - n * mean(g * n))             g = dy * w
@@ -7,8 +6,8 @@ share.
 
 Statistics in at least float32; the normed value is rounded to x's dtype before the weight, as
 transformers' Llama does. PyTorch's own `rms_norm` is a dozen small calls on a CPU, which in a
-decode pass of a small target are a tenth of the time; this is half of them. On a GPU one program
-takes one row.
+decode pass of a small target are a tenth of the time; this is half of them. With a gradient it
+keeps x alone. On a GPU one program takes one row; many rows on a CPU run a C++ form (`compiled`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from .compiled import Compiled, use_compiled
 from .jit import Kernel, power_of_two, use_triton, warps_for
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Programs of a backward pass; each adds up its rows' part of dw, and the parts are summed in order.
 _PARTS = 256
+# Elements from which a C++ form repays its compilation: a training batch, not a decode pass.
+_MANY = 1 << 20
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,20 +38,70 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the module's formula; carries no gradient.
+    """See the module's formula; gradients for x and weight.
 
     Args:
-        x: [N, H]. weight: [H], the dtype of x. eps: added to the mean square.
+        x: [..., H]. weight: [H], the dtype of x. eps: added to the mean square.
     Returns:
-        [N, H], the dtype of x.
+        [..., H], the dtype of x.
     """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(x, weight, eps)
+    return _forward(x, weight, eps, False)
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, training: bool) -> Tensor:
     if use_triton(x):
-        return _launch(x, weight, eps)
+        return (
+            _launch(x, weight, eps)
+            if x.dim() == 2
+            else _launch(x.flatten(0, -2), weight, eps).view(x.shape)
+        )
+    if training and use_compiled(x, x.numel() >= _MANY):
+        return _forward_fused(x, weight, eps)
     accurate = torch.promote_types(x.dtype, torch.float32)
     scale = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=accurate)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = (x * scale).to(x.dtype)  # promoted to `accurate` by the product
     return normed.mul_(weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves its inputs; the scales are taken again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _forward(x, weight, eps, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows, slope = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        if use_triton(x):
+            dx, dw = norm_backward(rows.contiguous(), weight, slope.contiguous(), ctx.eps)
+        elif use_compiled(x, x.numel() >= _MANY):
+            dx, dw = _backward_fused(rows, weight, slope, ctx.eps)
+        else:
+            dx, dw = _backward_plain(rows, weight, slope, ctx.eps)
+        return dx.view(x.shape), dw, None
+
+
+def _backward_plain(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    value, slope = x.to(wide), grad.to(wide)
+    scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    normed = value * scale
+    dw = (slope * normed).sum(0)
+    slope = slope * weight.to(wide)
+    dx = scale * (slope - normed * (slope * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), dw.to(weight.dtype)
+
+
+_backward_fused = Compiled(_backward_plain)
+_forward_fused = Compiled(rms_norm_reference)
 
 
 def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,14 +12,18 @@ arXiv 2307.08691, algorithm 2). The chain's share is elementwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .compiled import Compiled, use_compiled
+
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_MANY = 1 << 20  # elements of q from which the chain's C++ form repays its compilation
 
 
 def flash_serves(q: Tensor, v0: Tensor, window: int | None, softcap: float | None) -> bool:
@@ -51,10 +55,44 @@ def _documents(bounds: tuple[int, ...], *tensors: Tensor) -> Iterator[list[Tenso
 
 def _scores(q: Tensor, chain_k: Sequence[Tensor], scaling: float) -> Tensor:
     """[k, Hq, N] in at least float32: each query with its own chain's keys."""
-    grouped = _grouped(q, chain_k[0])
-    return torch.stack([(grouped * key[:, None]).sum(-1).flatten(0, 1) for key in chain_k]).mul_(
-        scaling
-    )
+    grouped = q.unflatten(0, (chain_k[0].shape[0], -1))
+    score = _pick(_score, q)
+    return torch.stack([score(grouped, key, scaling).flatten(0, 1) for key in chain_k])
+
+
+def _pick(form: Compiled, like: Tensor) -> Callable[..., Any]:
+    return form if use_compiled(like, like.numel() >= _MANY) else form.function
+
+
+@Compiled
+def _score(q: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """q [Hkv, G, N, D] with key [Hkv, N, D] -> [Hkv, G, N]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (q.to(wide) * key.to(wide)[:, None]).sum(-1) * scaling
+
+
+@Compiled
+def _pull(
+    added: Tensor,
+    q: Tensor,
+    grad: Tensor,
+    key: Tensor,
+    value: Tensor,
+    share: Tensor,
+    drop: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """One chain step's gradients of key and value [Hkv, N, D]; that of q is added to `added`.
+
+    q, grad, added [Hkv, G, N, D]; share, the step's probability, and drop, sum_d grad_d out_d,
+    [Hkv, G, N].
+    """
+    wide = added.dtype
+    q, grad = q.to(wide), grad.to(wide)
+    slope = share * ((grad * value.to(wide)[:, None]).sum(-1) - drop) * scaling
+    added.add_(slope[..., None] * key.to(wide)[:, None])
+    of_key, of_value = (slope[..., None] * q).sum(1), (share[..., None] * grad).sum(1)
+    return of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
@@ -112,16 +150,25 @@ class _FlashTTT(torch.autograd.Function):
         if not num_chain:
             return None, None, None, grad_q, grad_k0, grad_v0
         chain_k, chain_v = chain[:num_chain], chain[num_chain:]
-        grouped_q, grouped_grad = _grouped(q, k0), _grouped(grad, k0)
+        groups = k0.shape[0], -1
         shares = torch.exp(_scores(q, chain_k, scaling) - total)
-        drop = (grouped_grad * _grouped(out, k0)).sum(-1)
-        added = torch.zeros_like(grouped_q)
-        grad_keys, grad_values = [], []
+        drop = (_grouped(grad, k0) * _grouped(out, k0)).sum(-1)
+        added = torch.zeros_like(_grouped(q, k0))
+        pull, found = _pick(_pull, q), []
         for share, key, value in zip(shares, chain_k, chain_v, strict=True):
-            weight = share.unflatten(0, (k0.shape[0], -1))  # [Hkv, G, N]
-            slope = weight * ((grouped_grad * value[:, None]).sum(-1) - drop) * scaling
-            added.addcmul_(slope[..., None], key[:, None].to(added.dtype))
-            grad_keys.append((slope[..., None] * grouped_q).sum(1).to(key.dtype))
-            grad_values.append((weight[..., None] * grouped_grad).sum(1).to(value.dtype))
+            share = share.unflatten(0, groups)
+            found.append(
+                pull(
+                    added,
+                    q.unflatten(0, groups),
+                    grad.unflatten(0, groups),
+                    key,
+                    value,
+                    share,
+                    drop,
+                    scaling,
+                )
+            )
         grad_q += added.flatten(0, 1).to(grad_q.dtype)
-        return None, None, None, grad_q, grad_k0, grad_v0, *grad_keys, *grad_values
+        of_keys, of_values = zip(*found, strict=True)
+        return None, None, None, grad_q, grad_k0, grad_v0, *of_keys, *of_values

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -36,13 +35,8 @@ class RMSNorm(nn.Module):
         """[..., H] -> [..., H], the dtype of x."""
         if self.style == "gemma":  # rounded once, after the weight, as transformers' is
             wide = torch.promote_types(x.dtype, torch.float32)
-            return self._scaled(x.to(wide), 1.0 + self.weight.to(wide)).to(x.dtype)
-        return self._scaled(x, self.weight.to(x.dtype))
-
-    def _scaled(self, x: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dim() != 2:
-            return F.rms_norm(x, self.weight.shape, weight, self.eps)
-        return rms_norm(x, weight, self.eps)
+            return rms_norm(x.to(wide), 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 def own_norm(module: Any) -> RMSNorm:

@@ -17,21 +17,21 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.e2e
 
 SMALL = [
-    "data.rows.max_records=60",
-    "data.rows.max_length=256",
+    "data.rows.max_records=40",
+    "data.rows.max_length=192",
     "data.rows.holdout=6",
     "train.max_steps=10",
-    "train.tokens_per_batch=768",
+    "train.tokens_per_batch=512",
     "train.draft_vocab_size=2048",
     "train.validate_every=5",
     "train.checkpoint_every=5",
     "evaluate.limit=2",
-    "evaluate.max_new_tokens=24",
+    "evaluate.max_new_tokens=14",
     "evaluate.proof=null",
     "target.dtype=float32",
     "validate.limit=1",
     "tracker=none",
-    "validate.max_new_tokens=16",
+    "validate.max_new_tokens=8",
 ]
 
 
@@ -72,7 +72,7 @@ def report(work: Path) -> dict[str, Any]:
 def test_every_record_is_accounted_for(work: Path):
     """kept + dropped = read."""
     records = json.loads((work / "rows" / "ledger.json").read_text())["records"]
-    assert records["read"] == 60 == records["kept"] + sum(records["dropped"].values())
+    assert records["read"] == 40 == records["kept"] + sum(records["dropped"].values())
 
 
 def test_the_probes_of_the_dump_hold_by_a_wide_margin(work: Path):

@@ -13,6 +13,8 @@ from draftsmith.kernels import compiled, jit
 from draftsmith.kernels.compiled import Compiled, use_compiled
 from draftsmith.kernels.distill_chunk import distill_chunk, distill_chunk_reference
 from draftsmith.kernels.distill_loss import distill_loss
+from draftsmith.kernels.rms_norm import rms_norm
+from draftsmith.kernels.ttt_attention import ttt_attention
 
 needs_compiler = pytest.mark.skipif(compiled.missing() is not None, reason=str(compiled.missing()))
 
@@ -36,26 +38,26 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_gets_it(choose: Callable[[str], None], whole: None):
-    """`auto` from a certain width on, `compiled` for all, float64 and the other words never."""
-    narrow, wide = torch.empty(0, 64), torch.empty(0, compiled.WORTH_IT)
+    """`auto` where it is worth it, `compiled` for all, float64 and the other words never."""
+    like = torch.empty(0, 64)
     for word, expected in {
         "auto": (False, True),
         "compiled": (True, True),
         "reference": (False, False),
     }.items():
         choose(word)
-        assert (use_compiled(narrow), use_compiled(wide)) == expected
-        assert not use_compiled(wide.double())
+        assert (use_compiled(like, False), use_compiled(like, True)) == expected
+        assert not use_compiled(like.double(), True)
 
 
 def test_without_a_compiler(choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
     """`auto` runs the plain form, `compiled` says what to install."""
     monkeypatch.setattr(compiled, "missing", lambda: "no C++ compiler (g++); install g++")
     choose("auto")
-    assert not use_compiled(torch.empty(0, compiled.WORTH_IT))
+    assert not use_compiled(torch.empty(0, 64), True)
     choose("compiled")
     with pytest.raises(ValueError, match="compiled: no C\\+\\+ compiler .*install g\\+\\+.*=auto"):
-        use_compiled(torch.empty(0, 64))
+        use_compiled(torch.empty(0, 64), False)
 
 
 def test_a_compiler_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch):
@@ -126,6 +128,31 @@ def test_the_loss_is_the_same_through_it(choose: Callable[[str], None], own_head
             chunk=24,
         )
         return [loss.detach(), *torch.autograd.grad(loss, leaves), *stats]
+
+    choose("compiled")
+    fused = run()
+    choose("reference")
+    for got, want in zip(fused, run(), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_training_step_is_the_same_through_it(choose: Callable[[str], None]):
+    """Norms and the chain's part of attention: values and gradients against the plain forms."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, 24), torch.rand(24)
+    q, k, v = torch.randn(4, 37, 16), torch.randn(2, 37, 16), torch.randn(2, 37, 16)
+    chain = [torch.randn(2, 37, 16) for _ in range(4)]
+
+    def run() -> list[torch.Tensor]:
+        leaves = [one.clone().requires_grad_() for one in (x, weight, q, k, v, *chain)]
+        normed = rms_norm(leaves[0], leaves[1], 1e-5)
+        seen = ttt_attention(
+            leaves[2], leaves[3], leaves[4], leaves[5:7], leaves[7:], [0, 20, 37], scaling=0.25
+        )
+        loss = normed.square().sum() + (seen * seen.detach().roll(1)).sum()
+        return [normed.detach(), seen.detach(), *torch.autograd.grad(loss, leaves)]
 
     choose("compiled")
     fused = run()

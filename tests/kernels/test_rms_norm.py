@@ -1,4 +1,4 @@
-"""RMSNorm without a gradient against its definition."""
+"""RMSNorm and its gradients against the definition."""
 
 from __future__ import annotations
 
@@ -24,3 +24,32 @@ def test_equals_the_definition(dtype: torch.dtype, rows: int):
     expected = rms_norm_reference(x.double(), weight.double(), 1e-5)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12)], ids=str)
+def test_gradients(shape: tuple[int, ...]):
+    """Of rows and weight, against numerical ones in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(12, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_narrow_types(dtype: torch.dtype):
+    """As near to those of float64 as the type lets them be."""
+    generator = torch.Generator().manual_seed(1)
+    exact = [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).double()
+        for size in ((40, 75), (75,))
+    ]
+    pulled = torch.randn(40, 75, generator=generator, dtype=torch.float64).to(dtype)
+    found = []
+    for kind in (dtype, torch.float64):
+        leaves = [value.to(kind).requires_grad_() for value in exact]
+        out = rms_norm(*leaves, 1e-5)
+        found.append(torch.autograd.grad(out, leaves, pulled.to(kind)))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == dtype
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=8 * tolerance)
