@@ -19,11 +19,19 @@ class Engine:
 
     Args:
         target: the model. config: batching and paging. drafter: None decodes plainly.
+    Raises:
+        ValueError: the target's layers lie in several places.
     """
 
     def __init__(
         self, target: Target, config: EngineConfig, drafter: Drafter | None = None
     ) -> None:
+        if target.spread:
+            raise ValueError(
+                f"target {target.folder}: its layers are spread over several places "
+                "(target.spread=true), where pages cannot be shared; the engine needs it on one "
+                "device"
+            )
         self.target = target
         self.config = config
         self.drafter = drafter if config.draft_tokens else None

@@ -76,7 +76,8 @@ class HubStack:
         finally:
             for handle in handles:
                 handle.remove()
-        return {k: caught[k] for k in (*boundaries, self.num_layers)}
+        # Layers may lie on several devices (`target.spread`).
+        return {k: caught[k].to(embeds.device) for k in (*boundaries, self.num_layers)}
 
 
 def _same(entered: Tensor, embeds: Tensor) -> None:

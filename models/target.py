@@ -48,6 +48,15 @@ class TargetConfig:
     shape: dict[str, Any] = field(default_factory=dict)
     """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
     and `of`, the source that they describe. Nothing else reads it."""
+    spread: bool = False
+    """Lay the layers over all GPUs, then memory, then disk (accelerate), for a dump of a target
+    that no one device holds. Slower; the engine needs the target in one piece."""
+    max_memory: dict[str, str] = field(default_factory=dict)
+    """With spread: what each place may hold, as {0: 70GiB, cpu: 200GiB}; empty is what is free."""
+
+    def __post_init__(self) -> None:
+        if self.max_memory and not self.spread:
+            warnings.warn("target.max_memory has no effect without target.spread", stacklevel=3)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -136,16 +145,24 @@ class Target:
         config: transformers' configuration. stack: the decoder layers. trunk: embedding, final
             norm, lm_head.
         eos_ids: every id that ends a turn (tokenizer, config and generation_config joined).
+        spread: whether the layers lie in several places.
     """
 
     def __init__(
-        self, folder: Path, config: Any, stack: DecoderStack, trunk: Trunk, eos_ids: frozenset[int]
+        self,
+        folder: Path,
+        config: Any,
+        stack: DecoderStack,
+        trunk: Trunk,
+        eos_ids: frozenset[int],
+        spread: bool = False,
     ) -> None:
         self.folder = folder
         self.config = config
         self.stack = stack
         self.trunk = trunk
         self.eos_ids = eos_ids
+        self.spread = spread
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = trunk.hidden_size
         self.vocab_size = trunk.vocab_size
@@ -163,19 +180,23 @@ class Target:
             raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
         tensor_files(folder)
         _warn_of_changing_rope(folder, model_config)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations())
-        model = model.to(device).eval().requires_grad_(False)
+        placed = _placement(config) if config.spread else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, **placed, **implementations()
+        )
+        model = (model if placed else model.to(device)).eval().requires_grad_(False)
         if dtype == torch.float64:
             use_own_norms(model)
         trunk = Trunk.load(folder, dtype, device)
-        lean = LeanStack.supports(model_config) and config.layers != "transformers"
+        lean = LeanStack.supports(model_config) and config.layers != "transformers" and not placed
         if config.layers == "lean" and not lean:
             raise ValueError(
                 f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
                 "use auto"
             )
         stack = LeanStack(model.get_decoder()) if lean else HubStack(model.get_decoder())
-        return cls(folder, model_config, stack, trunk, eos_ids(folder, model_config))
+        ends = eos_ids(folder, model_config)
+        return cls(folder, model_config, stack, trunk, ends, bool(placed))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,6 +238,26 @@ class Target:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
         logits = self.trunk.finish_logits(self._lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _placement(config: TargetConfig) -> dict[str, Any]:
+    """What accelerate's loading is told.
+
+    Raises:
+        ValueError: float64, whose norms are exchanged after loading, or lean layers, which are
+            packed in one place.
+    """
+    if config.dtype == "float64" or config.layers == "lean":
+        raise ValueError(
+            f"target.spread=true with target.dtype={config.dtype} and target.layers="
+            f"{config.layers}: spread layers are transformers' own, in bfloat16 or float32"
+        )
+    limits = {int(k) if str(k).isdigit() else k: size for k, size in config.max_memory.items()}
+    return {
+        "device_map": "auto",
+        "max_memory": limits or None,
+        "offload_folder": str(Path(config.folder) / "offload"),
+    }
 
 
 def _warn_of_changing_rope(folder: Path, config: Any) -> None:

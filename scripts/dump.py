@@ -39,6 +39,11 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
     if settings.rank is None:
         settings = dataclasses.replace(settings, **_launched(os.environ))
+    if config.target.spread and settings.world_size > 1:
+        raise ValueError(
+            f"target.spread=true on {settings.world_size} ranks: one process lays the layers over "
+            "all devices; start `draftsmith dump` without a launcher"
+        )
     if torch_device(config.target.device).type == "cuda":
         torch.cuda.set_device(_local_rank(os.environ))
     rows = {split: Rows.open(artifacts.learned, split) for split in SPLITS}

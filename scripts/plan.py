@@ -176,7 +176,8 @@ def forecast(config: Config) -> Forecast:
         remedies.append("validate.engine=false")
     if "dump" in too_much:
         remedies.append(
-            "for dump, a device that holds the whole target (none is split over several)"
+            "for dump, one process with target.spread=true (layers over all cards, then memory, "
+            "then disk: slower), or a device that holds the whole target"
         )
     dump_rate = plan.dump_rate or device.flops * device.mfu / facts.dump_flops(
         shape, layer.query_width, row_tokens

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.capture import capture
+from draftsmith.inference.config import EngineConfig
+from draftsmith.inference.engine import Engine
 from draftsmith.models.attention import PackedContext
 from draftsmith.models.norm import use_own_norms
 from draftsmith.models.target import Target, TargetConfig, fingerprint
@@ -200,3 +202,38 @@ def test_packed_context_keeps_rows_apart(tiny_llama_folder: Callable[..., Path])
     packed = target.forward(tokens, positions, PackedContext([0, 9, 49]))[3]
     alone = target.forward(ROWS[2], torch.arange(40), PackedContext([0, 40]))[3]
     torch.testing.assert_close(packed[9:], alone, rtol=0, atol=1e-10)
+
+
+def test_layers_spread_over_memory_and_disk(
+    tiny_llama_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Too little memory for the layers: accelerate brings them from disk, the states are the same
+    to the bit, and the engine, which could not share pages, refuses."""
+    folder = tiny_llama_folder(num_hidden_layers=6)
+    one = load(folder, "float32", "transformers")
+    config = TargetConfig(
+        source=str(folder),
+        dtype="float32",
+        device="cpu",
+        folder=str(tmp_path),
+        spread=True,
+        max_memory={"cpu": "300KB"},
+    )
+    two = Target.load(config)
+    assert any(p.device.type == "meta" for p in two.stack.decoder.parameters())  # type: ignore[attr-defined]
+    tokens, positions = torch.arange(3, 40), torch.arange(37)
+    context = PackedContext([0, 20, 37])
+    states = [target.forward(tokens, positions, context, (1, 3)) for target in (one, two)]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in (1, 3, 6))
+    with pytest.raises(ValueError, match="spread over several places.*one device"):
+        Engine(two, EngineConfig())
+
+
+def test_what_cannot_be_spread(tiny_llama_folder: Callable[..., Path]) -> None:
+    """Lean layers and float64; a limit without the setting is told of."""
+    source = str(tiny_llama_folder())
+    for settings in ({"dtype": "float64"}, {"layers": "lean", "dtype": "float32"}):
+        with pytest.raises(ValueError, match=r"target\.spread=true with .*transformers' own"):
+            Target.load(TargetConfig(source=source, device="cpu", spread=True, **settings))
+    with pytest.warns(UserWarning, match="max_memory has no effect without target.spread"):
+        TargetConfig(source=source, max_memory={"cpu": "1GB"})
