@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..kernels.accept import DraftLaw
 from ..models.target import (
     Target,
     TargetConfig,
@@ -31,9 +30,9 @@ from ..models.target import (
     tokenizer_hash,
 )
 from .batch import Batch, PagedContext
+from .draft_chains import DraftChains
 from .drafters import Proposal
 from .pages import KVPool
-from .sampler import draft_token
 from .sequence import Sequence
 
 
@@ -176,30 +175,23 @@ class DraftLMDrafter:
         wanted = [
             self._wanted(sequence, count) for sequence, count in zip(sequences, counts, strict=True)
         ]
-        chains: list[list[int]] = [[] for _ in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
+        chains = DraftChains(sequences, self.ids)
         active = [index for index, count in enumerate(wanted) if count]
         normed = [self._carried[sequences[index]].normed for index in active]
         step = 0
         while active:
             logits = self.model.logits(torch.stack(normed))[:, : self.num_ids]
-            greedy = logits.argmax(-1).tolist()
-            for row, index in enumerate(active):
-                token = draft_token(sequences[index], logits[row], greedy[row], laws[index])
-                chains[index].append(token)
+            chains.extend(active, logits.to(self.device))
             step += 1
             active = [index for index in active if step < wanted[index]]
             if active:
                 parts = []
                 for index in active:
                     place = len(sequences[index].tokens) - 1 + step
-                    parts.append((sequences[index], place, chains[index][-1:]))
+                    parts.append((sequences[index], place, chains.tokens[index][-1:]))
                     self._carried[sequences[index]].rows = place + 1
                 normed = list(self._run(parts))
-        return [
-            Proposal(chain, DraftLaw(torch.stack(law).to(self.device), self.ids) if law else None)
-            for chain, law in zip(chains, laws, strict=True)
-        ]
+        return chains.proposals()
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the carried state."""

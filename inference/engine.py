@@ -68,6 +68,7 @@ class Engine:
                 f"vocabulary of {self.target.vocab_size}; the prompt was made with another "
                 "tokenizer"
             )
+        params.check_vocabulary(self.target.vocab_size)
         limit = getattr(self.target.config, "max_position_embeddings", None)
         if limit is not None and len(prompt) + params.max_new_tokens > limit:
             raise ValueError(

@@ -83,15 +83,16 @@ class Synchronous:
                 for index, (seq, rows) in enumerate(plan.parts)
                 if seq.num_computed + rows == len(seq.tokens)
             ]
-            chosen = batch.last_rows[deciding] if deciding else None
-            logits = self.target.logits(normed[chosen]) if chosen is not None else None
+            decided: dict[int, int] = {}
+            if deciding:
+                logits = self.target.logits(normed[batch.last_rows[deciding]])
+                tokens = sample([plan.parts[index][0] for index in deciding], logits)
+                decided = dict(zip(deciding, tokens, strict=True))
             for index, (sequence, rows) in enumerate(plan.parts):
                 sequence.num_computed += rows
-                if logits is not None and index in deciding:
-                    token = sample(sequence, logits[deciding.index(index)])
-                    outputs.append(
-                        StepOutput(sequence, sequence.extend([token], self.target.eos_ids))
-                    )
+                if index in decided:
+                    emitted = sequence.extend([decided[index]], self.target.eos_ids)
+                    outputs.append(StepOutput(sequence, emitted))
                 upcoming.append(sequence.tokens[sequence.num_computed])
         if self.drafter:
             with self.metrics.timed("refill"):
