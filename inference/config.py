@@ -28,11 +28,21 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    schedule: str = "synchronous"
+    """synchronous | overlapped: overlapped leaves drafts and verdicts on the device, with one copy
+    to the host a step, and plans the next batch while the head runs; the same tokens."""
+    micro_batches: int = 1
+    """Halves in which the target runs a decode-only batch, 1 or 2: with experts on other machines,
+    the one half's exchange can hide behind the other's work."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "page_size", "pool_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} {getattr(self, name)}: must be at least 1")
+        if self.schedule not in ("synchronous", "overlapped"):
+            raise ValueError(f"engine.schedule {self.schedule!r}: choose synchronous or overlapped")
+        if self.micro_batches not in (1, 2):
+            raise ValueError(f"engine.micro_batches {self.micro_batches}: choose 1 or 2")
         if not 0 <= self.draft_tokens <= 32:
             raise ValueError(f"engine.draft_tokens {self.draft_tokens}: choose 0 to 32")
         if self.max_step_tokens < self.max_batch:
@@ -165,6 +175,12 @@ class SamplingParams:
                 "against the likeliest token; set a temperature",
                 stacklevel=4,
             )
+
+    @property
+    def device_only(self) -> bool:
+        """Whether drafts can be judged without the host: nothing counts or reports them there."""
+        plain = self.greedy or (self.verification == "rejection" and not self.coupled)
+        return plain and not self.edits_logits and self.logprobs is None
 
     def check_vocabulary(self, size: int) -> None:
         """Hold token ids and counts against a target's vocabulary.

@@ -30,6 +30,7 @@ from ..models.target import (
     tokenizer_hash,
 )
 from .batch import Batch, PagedContext
+from .device_chains import DeviceChains, Draws
 from .draft_chains import DraftChains
 from .drafters import Proposal
 from .pages import KVPool
@@ -134,6 +135,7 @@ class DraftLMDrafter:
 
     name = "draft-lm"
     boundaries = ()
+    reruns = False
 
     def __init__(self, lm: DraftLM) -> None:
         self.model = lm.model
@@ -193,6 +195,34 @@ class DraftLMDrafter:
                 normed = list(self._run(parts))
         return chains.proposals()
 
+    def overlaps(self, sequences: list[Sequence], count: int) -> bool:
+        """See `DeviceDrafter`; near its own last position a sequence gets fewer drafts."""
+        one_device = self.model.device == self.device
+        return one_device and all(self._wanted(one, count) == count for one in sequences)
+
+    @torch.inference_mode()
+    def chains(self, sequences: list[Sequence], count: int, draws: Draws) -> DeviceChains:
+        """See `DeviceDrafter`."""
+        normed = torch.stack([self._carried[sequence].normed for sequence in sequences])
+        columns, laws = [], []
+        for step in range(count):
+            logits = self.model.logits(normed)[:, : self.num_ids]
+            column, law = draws.take(sequences, step, logits)
+            columns.append(column)
+            laws.append(law)
+            if step + 1 < count:
+                parts = [(one, len(one.tokens) + step, [0]) for one in sequences]
+                for sequence, place, _ in parts:
+                    self._carried[sequence].rows = place + 1
+                normed = self._run(parts, column)
+        return DeviceChains.of(columns, laws, self.ids)
+
+    def rerun(
+        self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
+    ) -> None:
+        """A language model's rows follow from tokens alone; `observe` fills what is missing."""
+        raise TypeError("a draft LM is refilled once the lengths are known")
+
     def forget(self, sequence: Sequence) -> None:
         """Drop the carried state."""
         self._carried.pop(sequence, None)
@@ -203,12 +233,16 @@ class DraftLMDrafter:
             return count
         return max(0, min(count, self.longest - len(sequence.tokens) + 1))
 
-    def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> Tensor:
+    def _run(
+        self, parts: list[tuple[Sequence, int, list[int]]], drafts: Tensor | None = None
+    ) -> Tensor:
         """Rows of several sequences through the model; the normed state of each one's last,
-        [B, H]."""
+        [B, H]. drafts: their tokens, where only the device knows them."""
         batch = Batch.build(parts, self.model.device)
         # A padding id of a wider target has no row here; its stand-in costs acceptance alone.
-        tokens = batch.tokens.clamp(max=self.model.trunk.embedding.shape[0] - 1)
+        tokens = (batch.tokens if drafts is None else drafts).clamp(
+            max=self.model.trunk.embedding.shape[0] - 1
+        )
         context = PagedContext(self.pool, batch, self.first_layer)
         raw = self.model.forward(tokens, batch.positions, context)
         return self.model.trunk.norm(raw[self.model.num_layers][batch.last_rows])

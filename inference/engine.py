@@ -8,6 +8,7 @@ from ..models.target import Target
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
 from .metrics import EngineMetrics
+from .overlapped import Overlapped
 from .pages import KVPool
 from .schedule import Schedule, StepOutput, Synchronous
 from .scheduler import Scheduler
@@ -34,7 +35,8 @@ class Engine:
         self._added = 0
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
-        self.schedule: Schedule = Synchronous(target, config, self.pool, self.drafter)
+        form = Overlapped if config.schedule == "overlapped" else Synchronous
+        self.schedule: Schedule = form(target, config, self.pool, self.drafter)
 
     @property
     def metrics(self) -> EngineMetrics:

@@ -23,6 +23,7 @@ from ..kernels.shift import shift_insert
 from ..models.heads import Head, HeadFunction, HeadStep
 from ..models.target import Target
 from .batch import Batch, PagedContext
+from .device_chains import DeviceChains, Draws
 from .draft_chains import DraftChains
 from .drafters import Proposal
 from .pages import KVPool
@@ -166,6 +167,58 @@ class HeadDrafter:
                 for row, index in enumerate(active):
                     recycled[index], drafted[index] = pieces[row], last[row]
         return chains.proposals()
+
+    @property
+    def reruns(self) -> bool:
+        """See `DeviceDrafter`."""
+        return True
+
+    def overlaps(self, sequences: list[Sequence], count: int) -> bool:
+        """See `DeviceDrafter`; of several modules each needs rows of its own."""
+        longest = self.head.max_steps
+        return self.head.num_modules == 1 and (longest is None or count <= longest)
+
+    @torch.inference_mode()
+    def chains(self, sequences: list[Sequence], count: int, draws: Draws) -> DeviceChains:
+        """See `DeviceDrafter`."""
+        carried = [self._carried[sequence] for sequence in sequences]
+        drafted = torch.stack([one.drafted for one in carried])
+        hidden = torch.cat([one.recycled[0] for one in carried])
+        columns, laws = [], []
+        for step in range(count):
+            column, law = self.choose(sequences, step, drafted, draws)
+            columns.append(column)
+            laws.append(law)
+            if step + 1 < count:
+                # Row n + step, as `propose` has it.
+                parts = [(one, len(one.tokens) - 1 + step, [0]) for one in sequences]
+                batch = Batch.build(parts, drafted.device)
+                out = self._run(batch, self._ids_of(column), hidden, step + 1)
+                hidden, drafted = out.recycled, out.drafted
+        return DeviceChains.of(columns, laws, self.draft_ids)
+
+    def choose(
+        self, sequences: list[Sequence], step: int, drafted: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft k of every sequence from what lm_head reads [B, H]: see `Draws.take`."""
+        logits = self.lm_head(drafted)
+        if self.head.lm_head is None:
+            logits = self.trunk.finish_logits(logits)
+        return draws.take(sequences, step, logits)
+
+    @torch.inference_mode()
+    def rerun(
+        self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
+    ) -> None:
+        """See `DeviceDrafter`."""
+        tokens = shift_insert(batch.tokens, torch.tensor(batch.starts), last_rows, following)
+        out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
+        drafted, recycled = out.drafted[last_rows], out.recycled[last_rows]
+        for index, sequence in enumerate(batch.sequences):
+            self._carried[sequence] = _Carried(drafted[index], [recycled[index : index + 1]])
+
+    def _ids_of(self, columns: Tensor) -> Tensor:
+        return columns if self.draft_ids is None else self.draft_ids[columns]
 
     def _rows(
         self, sequence: Sequence, step: int, carried: _Carried, recycled: Tensor
