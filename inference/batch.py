@@ -74,6 +74,28 @@ class Batch:
         )
         return batch, chosen
 
+    def halves(self) -> tuple[Batch, Batch]:
+        """The first and the second half of the sequences, each a batch."""
+        cut = len(self.sequences) // 2
+        row = self.starts[cut]
+        first = Batch(
+            self.sequences[:cut],
+            self.starts[: cut + 1],
+            self.tokens[:row],
+            self.positions[:row],
+            self.slots[:row],
+            self.lengths[:cut],
+        )
+        second = Batch(
+            self.sequences[cut:],
+            [start - row for start in self.starts[cut:]],
+            self.tokens[row:],
+            self.positions[row:],
+            self.slots[row:],
+            self.lengths[cut:],
+        )
+        return first, second
+
     @property
     def last_rows(self) -> Tensor:
         """[B] index of each sequence's last row."""

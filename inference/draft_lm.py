@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..kernels.accept import DraftLaw
 from ..models.target import (
     Target,
     TargetConfig,
@@ -31,9 +30,10 @@ from ..models.target import (
     tokenizer_hash,
 )
 from .batch import Batch, PagedContext
+from .device_chains import DeviceChains, Draws
+from .draft_chains import DraftChains
 from .drafters import Proposal
 from .pages import KVPool
-from .sampler import draft_token
 from .sequence import Sequence
 
 
@@ -135,6 +135,7 @@ class DraftLMDrafter:
 
     name = "draft-lm"
     boundaries = ()
+    reruns = False
 
     def __init__(self, lm: DraftLM) -> None:
         self.model = lm.model
@@ -176,30 +177,51 @@ class DraftLMDrafter:
         wanted = [
             self._wanted(sequence, count) for sequence, count in zip(sequences, counts, strict=True)
         ]
-        chains: list[list[int]] = [[] for _ in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
+        chains = DraftChains(sequences, self.ids)
         active = [index for index, count in enumerate(wanted) if count]
         normed = [self._carried[sequences[index]].normed for index in active]
         step = 0
         while active:
             logits = self.model.logits(torch.stack(normed))[:, : self.num_ids]
-            greedy = logits.argmax(-1).tolist()
-            for row, index in enumerate(active):
-                token = draft_token(sequences[index], logits[row], greedy[row], laws[index])
-                chains[index].append(token)
+            chains.extend(active, logits.to(self.device))
             step += 1
             active = [index for index in active if step < wanted[index]]
             if active:
                 parts = []
                 for index in active:
                     place = len(sequences[index].tokens) - 1 + step
-                    parts.append((sequences[index], place, chains[index][-1:]))
+                    parts.append((sequences[index], place, chains.tokens[index][-1:]))
                     self._carried[sequences[index]].rows = place + 1
                 normed = list(self._run(parts))
-        return [
-            Proposal(chain, DraftLaw(torch.stack(law).to(self.device), self.ids) if law else None)
-            for chain, law in zip(chains, laws, strict=True)
-        ]
+        return chains.proposals()
+
+    def overlaps(self, sequences: list[Sequence], count: int) -> bool:
+        """See `DeviceDrafter`; near its own last position a sequence gets fewer drafts."""
+        one_device = self.model.device == self.device
+        return one_device and all(self._wanted(one, count) == count for one in sequences)
+
+    @torch.inference_mode()
+    def chains(self, sequences: list[Sequence], count: int, draws: Draws) -> DeviceChains:
+        """See `DeviceDrafter`."""
+        normed = torch.stack([self._carried[sequence].normed for sequence in sequences])
+        columns, laws = [], []
+        for step in range(count):
+            logits = self.model.logits(normed)[:, : self.num_ids]
+            column, law = draws.take(sequences, step, logits)
+            columns.append(column)
+            laws.append(law)
+            if step + 1 < count:
+                parts = [(one, len(one.tokens) + step, [0]) for one in sequences]
+                for sequence, place, _ in parts:
+                    self._carried[sequence].rows = place + 1
+                normed = self._run(parts, column)
+        return DeviceChains.of(columns, laws, self.ids)
+
+    def rerun(
+        self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
+    ) -> None:
+        """A language model's rows follow from tokens alone; `observe` fills what is missing."""
+        raise TypeError("a draft LM is refilled once the lengths are known")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the carried state."""
@@ -211,12 +233,16 @@ class DraftLMDrafter:
             return count
         return max(0, min(count, self.longest - len(sequence.tokens) + 1))
 
-    def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> Tensor:
+    def _run(
+        self, parts: list[tuple[Sequence, int, list[int]]], drafts: Tensor | None = None
+    ) -> Tensor:
         """Rows of several sequences through the model; the normed state of each one's last,
-        [B, H]."""
+        [B, H]. drafts: their tokens, where only the device knows them."""
         batch = Batch.build(parts, self.model.device)
         # A padding id of a wider target has no row here; its stand-in costs acceptance alone.
-        tokens = batch.tokens.clamp(max=self.model.trunk.embedding.shape[0] - 1)
+        tokens = (batch.tokens if drafts is None else drafts).clamp(
+            max=self.model.trunk.embedding.shape[0] - 1
+        )
         context = PagedContext(self.pool, batch, self.first_layer)
         raw = self.model.forward(tokens, batch.positions, context)
         return self.model.trunk.norm(raw[self.model.num_layers][batch.last_rows])

@@ -8,6 +8,7 @@ from ..models.target import Target
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
 from .metrics import EngineMetrics
+from .overlapped import Overlapped
 from .pages import KVPool
 from .schedule import Schedule, StepOutput, Synchronous
 from .scheduler import Scheduler
@@ -42,7 +43,8 @@ class Engine:
         self._added = 0
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
-        self.schedule: Schedule = Synchronous(target, config, self.pool, self.drafter)
+        form = Overlapped if config.schedule == "overlapped" else Synchronous
+        self.schedule: Schedule = form(target, config, self.pool, self.drafter)
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -76,6 +78,7 @@ class Engine:
                 f"vocabulary of {self.target.vocab_size}; the prompt was made with another "
                 "tokenizer"
             )
+        params.check_vocabulary(self.target.vocab_size)
         limit = getattr(self.target.config, "max_position_embeddings", None)
         if limit is not None and len(prompt) + params.max_new_tokens > limit:
             raise ValueError(

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.accept import DraftLaw
 from ..kernels.packed_linear import PackedLinear
 from ..kernels.shift import shift_insert
 from ..models.heads import Head, HeadFunction, HeadStep
 from ..models.target import Target
 from .batch import Batch, PagedContext
+from .device_chains import DeviceChains, Draws
+from .draft_chains import DraftChains
 from .drafters import Proposal
 from .pages import KVPool
-from .sampler import draft_token
 from .sequence import Sequence
 
 
@@ -139,8 +139,7 @@ class HeadDrafter:
         T = 0."""
         longest = self.head.max_steps
         wanted = counts if longest is None else [min(count, longest) for count in counts]
-        chains: list[list[int]] = [[] for _ in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
+        chains = DraftChains(sequences, self.draft_ids)
         carried = [self._carried[sequence] for sequence in sequences]
         drafted = [one.drafted for one in carried]
         # By sequence: the states of the rows that the step before ran (none before step 1).
@@ -151,11 +150,7 @@ class HeadDrafter:
             logits = self.lm_head(torch.stack([drafted[index] for index in active]))
             if self.head.lm_head is None:
                 logits = self.trunk.finish_logits(logits)
-            greedy = logits.argmax(-1)
-            for row, index in enumerate(active):
-                chains[index].append(
-                    self._take(sequences[index], logits[row], greedy[row], laws[index])
-                )
+            self._take(chains, active, logits)
             step += 1
             active = [index for index in active if step < wanted[index]]
             if active:
@@ -163,7 +158,7 @@ class HeadDrafter:
                 for index in active:
                     known, run = carried[index], recycled[index]
                     first, hidden = self._rows(sequences[index], step, known, run)
-                    parts.append((sequences[index], first, chains[index][-len(hidden) :]))
+                    parts.append((sequences[index], first, chains.tokens[index][-len(hidden) :]))
                     fed.append(hidden)
                 batch = Batch.build(parts, fed[0].device)
                 out = self._run(batch, batch.tokens, torch.cat(fed), step)
@@ -171,10 +166,59 @@ class HeadDrafter:
                 last = out.drafted[batch.last_rows]
                 for row, index in enumerate(active):
                     recycled[index], drafted[index] = pieces[row], last[row]
-        return [
-            Proposal(chain, DraftLaw(torch.stack(law), self.draft_ids) if law else None)
-            for chain, law in zip(chains, laws, strict=True)
-        ]
+        return chains.proposals()
+
+    @property
+    def reruns(self) -> bool:
+        """See `DeviceDrafter`."""
+        return True
+
+    def overlaps(self, sequences: list[Sequence], count: int) -> bool:
+        """See `DeviceDrafter`; of several modules each needs rows of its own."""
+        longest = self.head.max_steps
+        return self.head.num_modules == 1 and (longest is None or count <= longest)
+
+    @torch.inference_mode()
+    def chains(self, sequences: list[Sequence], count: int, draws: Draws) -> DeviceChains:
+        """See `DeviceDrafter`."""
+        carried = [self._carried[sequence] for sequence in sequences]
+        drafted = torch.stack([one.drafted for one in carried])
+        hidden = torch.cat([one.recycled[0] for one in carried])
+        columns, laws = [], []
+        for step in range(count):
+            column, law = self.choose(sequences, step, drafted, draws)
+            columns.append(column)
+            laws.append(law)
+            if step + 1 < count:
+                # Row n + step, as `propose` has it.
+                parts = [(one, len(one.tokens) - 1 + step, [0]) for one in sequences]
+                batch = Batch.build(parts, drafted.device)
+                out = self._run(batch, self._ids_of(column), hidden, step + 1)
+                hidden, drafted = out.recycled, out.drafted
+        return DeviceChains.of(columns, laws, self.draft_ids)
+
+    def choose(
+        self, sequences: list[Sequence], step: int, drafted: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft k of every sequence from what lm_head reads [B, H]: see `Draws.take`."""
+        logits = self.lm_head(drafted)
+        if self.head.lm_head is None:
+            logits = self.trunk.finish_logits(logits)
+        return draws.take(sequences, step, logits)
+
+    @torch.inference_mode()
+    def rerun(
+        self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
+    ) -> None:
+        """See `DeviceDrafter`."""
+        tokens = shift_insert(batch.tokens, torch.tensor(batch.starts), last_rows, following)
+        out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
+        drafted, recycled = out.drafted[last_rows], out.recycled[last_rows]
+        for index, sequence in enumerate(batch.sequences):
+            self._carried[sequence] = _Carried(drafted[index], [recycled[index : index + 1]])
+
+    def _ids_of(self, columns: Tensor) -> Tensor:
+        return columns if self.draft_ids is None else self.draft_ids[columns]
 
     def _rows(
         self, sequence: Sequence, step: int, carried: _Carried, recycled: Tensor
@@ -198,6 +242,5 @@ class HeadDrafter:
         positions = batch.positions + module if module else batch.positions
         return self.function(self.trunk.embed(tokens), hidden, positions, context, step)
 
-    def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        index = draft_token(sequence, logits, best, law)
-        return index if self.draft_ids is None else int(self.draft_ids[index])
+    def _take(self, chains: DraftChains, active: list[int], logits: Tensor) -> None:
+        chains.extend(active, logits)

@@ -1,54 +1,82 @@
-"""From logits to the distribution a request asked for; one place for plain rows, verify rows and
-drafts."""
+"""From logits to the law that a request asked for; one place for plain rows, verify rows and
+drafts.
+
+The order of what acts, on every row with that row's own text (a speculated row counts the drafts in
+front of it): mask and bias, penalties (`processors`), then temperature, min-p, top-k, top-p
+(`kernels.renormalise`). It is vLLM's. A greedy request takes the argmax behind the penalties.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Rows
 
 import torch
 from torch import Tensor
 
-from ..kernels.accept import draw
+from ..kernels.renormalise import renormalise
 from .config import SamplingParams
-from .sequence import Sequence
+from .processors import Row, row_logits
 
 
-def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, then top-k, then top-p, renormalised.
+def row_laws(logits: Tensor, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
+    """The law of the token behind each row.
 
     Args:
-        logits: [n, V] float32 or float64. params: temperature > 0.
+        logits: [n, W] float32 or float64. rows: [n] what each follows; any mixture of requests and
+            speculated texts. ids: [W] ascending target ids of a drafter's columns, None for all.
+    Returns:
+        [n, W], rows sum to 1; one-hot for greedy requests. A row does not depend on the others.
+    """
+    return laws(row_logits(logits, rows, ids), [row.sequence.params for row in rows])
+
+
+def laws(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    """Temperature, min-p, top-k, top-p, renormalised.
+
+    Args:
+        logits: [n, V], processed. params: [n].
     Returns:
         [n, V], rows sum to 1.
     """
-    assert params.temperature > 0
-    scaled = logits / params.temperature
-    if 0 < params.top_k < logits.shape[-1]:
-        edge = scaled.topk(params.top_k, -1).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < edge, float("-inf"))
-    probs = torch.softmax(scaled, -1)
-    if params.top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        # A token stays while the mass before it is below p, so the likeliest always stays.
-        keep = ordered.cumsum(-1) - ordered < params.top_p
-        kept = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
-        probs = kept / kept.sum(-1, keepdim=True)
-    return probs
+    out = None
+    for chosen, law in (
+        ([i for i, one in enumerate(params) if one.greedy], _likeliest),
+        ([i for i, one in enumerate(params) if not one.greedy and not one.truncates], _softmax),
+        ([i for i, one in enumerate(params) if not one.greedy and one.truncates], _truncated),
+    ):
+        if len(chosen) == len(params):
+            return law(logits, params)
+        if chosen:
+            at = torch.tensor(chosen, device=logits.device)
+            out = torch.empty_like(logits) if out is None else out
+            out[at] = law(logits[at], [params[i] for i in chosen])
+    assert out is not None
+    return out
 
 
-def draft_token(sequence: Sequence, logits: Tensor, best: int | Tensor, law: list[Tensor]) -> int:
-    """One draft from a row of a drafter's logits: drawn as the request asks for, with its law
-    noted, or its likeliest where the request is greedy or coupled.
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`laws` of rows [n, V] that follow one request's settings."""
+    return laws(logits, [params] * len(logits))
 
-    Args:
-        logits: [Vd]. best: their argmax. law: the distributions [Vd] of the chain so far; grows by
-            one where the draft is drawn.
-    Returns:
-        an index into the draft vocabulary.
-    """
-    if not sequence.params.draws_drafts:
-        return int(best)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    law.append(probabilities(wide[None], sequence.params)[0])
-    return draw(law[-1], sequence.uniforms(1)[0])
+
+def _likeliest(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    return torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1)
+
+
+def _softmax(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    if any(one.temperature != 1 for one in params):
+        temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float64)
+        logits = logits / temperatures.to(logits.device, logits.dtype)[:, None]
+    return torch.softmax(logits, -1)
+
+
+def _truncated(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    settings = torch.tensor(
+        [(one.temperature, one.top_p, one.min_p) for one in params], dtype=torch.float64
+    )
+    temperature, top_p, min_p = settings.T.to(logits.device)
+    top_k = torch.tensor([one.top_k for one in params], device=logits.device)
+    return renormalise(logits, temperature, top_k, top_p, min_p)
 
 
 def check_finite(logits: Tensor, place: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..models.target import Target
@@ -83,15 +84,16 @@ class Synchronous:
                 for index, (seq, rows) in enumerate(plan.parts)
                 if seq.num_computed + rows == len(seq.tokens)
             ]
-            chosen = batch.last_rows[deciding] if deciding else None
-            logits = self.target.logits(normed[chosen]) if chosen is not None else None
+            decided: dict[int, int] = {}
+            if deciding:
+                logits = self.target.logits(normed[batch.last_rows[deciding]])
+                tokens = sample([plan.parts[index][0] for index in deciding], logits)
+                decided = dict(zip(deciding, tokens, strict=True))
             for index, (sequence, rows) in enumerate(plan.parts):
                 sequence.num_computed += rows
-                if logits is not None and index in deciding:
-                    token = sample(sequence, logits[deciding.index(index)])
-                    outputs.append(
-                        StepOutput(sequence, sequence.extend([token], self.target.eos_ids))
-                    )
+                if index in decided:
+                    emitted = sequence.extend([decided[index]], self.target.eos_ids)
+                    outputs.append(StepOutput(sequence, emitted))
                 upcoming.append(sequence.tokens[sequence.num_computed])
         if self.drafter:
             with self.metrics.timed("refill"):
@@ -117,7 +119,7 @@ class Synchronous:
                 ],
                 self.target.device,
             )
-            states, normed = self._compute(batch)
+            states, normed = self._compute(batch, self.config.micro_batches)
             logits = self.target.logits(normed)
         with self.metrics.timed("sample"):
             verdict = verify(batch, sequences, proposals, logits)
@@ -140,10 +142,14 @@ class Synchronous:
                 self.drafter.observe(true_rows, true_states, verdict.following)
         return outputs
 
-    def _compute(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
-        """The target over a batch: raw states [N, H] of the drafter's boundaries and of L, and the
-        final-normed ones [N, H]."""
-        context = PagedContext(self.pool, batch)
-        boundaries = self.drafter.boundaries if self.drafter else ()
-        raw = self.target.forward(batch.tokens, batch.positions, context, boundaries)
+    def _compute(self, batch: Batch, parts: int = 1) -> tuple[dict[int, Tensor], Tensor]:
+        """The target over a batch, in `parts` passes: raw states [N, H] of the drafter's boundaries
+        and of L, and the final-normed ones [N, H]."""
+        if parts == 2 and len(batch.sequences) > 1:
+            passes = [self._compute(half)[0] for half in batch.halves()]
+            raw = {key: torch.cat([one[key] for one in passes]) for key in passes[0]}
+        else:
+            context = PagedContext(self.pool, batch)
+            boundaries = self.drafter.boundaries if self.drafter else ()
+            raw = self.target.forward(batch.tokens, batch.positions, context, boundaries)
         return raw, self.target.trunk.norm(raw[self.target.num_layers])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .config import SamplingParams
+from .tally import Tally
 
 
 class Lead(NamedTuple):
@@ -16,6 +17,15 @@ class Lead(NamedTuple):
 
     top: float
     gap: float
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural log-probabilities where one token was taken, by the target's own law."""
+
+    token: float
+    """Of the token that was taken."""
+    top: list[tuple[int, float]]
+    """(id, log-probability) of the likeliest, best first."""
 
 
 @dataclass(eq=False)
@@ -40,6 +50,10 @@ class Sequence:
     finish_reason: str | None = None
     leads: list[Lead] = field(default_factory=list)
     """Greedy plain steps: how clearly each token was chosen."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """By token of the output, where `SamplingParams.logprobs` asks for them."""
+    tally: Tally = field(default_factory=Tally, init=False, repr=False)
+    """Counts for penalties; read up to date by whoever needs them."""
     tokens_per_step: list[int] = field(default_factory=list)
 
     @classmethod
@@ -94,6 +108,7 @@ class Sequence:
                 self.finish_reason = "stop"
                 break
         self.tokens += kept
+        del self.logprobs[len(self.tokens) - self.num_prompt :]  # of drafts kept, then cut
         if self.remaining == 0 and self.finish_reason is None:
             self.finish_reason = "length"
         return kept

@@ -17,12 +17,13 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .accept import DraftLaw, accept_greedy, draw, keep_sampled
+from .accept import draw_rows
 from .jit import Kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
@@ -51,34 +52,80 @@ class Chains:
     law: Tensor | None = None
     columns: Tensor | None = None
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] int64: the drafts of each chain."""
+        return self.starts.diff() - 1
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, K] bool: where there is a draft."""
+        steps = torch.arange(self.drafts.shape[1], device=self.drafts.device)
+        return steps < self.lengths[:, None]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[B, K] int64: the row that judges a draft; any row where there is none."""
+        steps = torch.arange(self.drafts.shape[1], device=self.drafts.device)
+        return self.starts[:-1, None] + torch.where(self.real, steps, 0)
+
+    @property
+    def last_uniforms(self) -> Tensor:
+        """[B] float64: the draw of the token that follows."""
+        return self.uniforms.gather(1, self.lengths[:, None])[:, 0]
+
+    def count_while(self, agrees: Tensor) -> Tensor:
+        """[B] int64: how many drafts agree [B, K] before the first that does not."""
+        return (agrees & self.real).to(torch.int64).cumprod(1).sum(1)
+
+    def likelihoods(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """([B, K], [B, K]) float64: every draft's probability in the target's law and in its own,
+        which is 1 where it was chosen."""
+        tokens = self.drafts.clamp(min=0)
+        p = target[self.rows, tokens].double()
+        q = torch.ones_like(p)
+        if self.law is not None and p.numel():
+            column = tokens if self.columns is None else self.columns[tokens]
+            own = self.law.gather(2, column.clamp(min=0)[:, :, None])[:, :, 0].double()
+            q = torch.where(self.drawn[:, None], torch.where(column >= 0, own, 0), q)
+        return p, q
+
+    def residual(self, target: Tensor, kept: Tensor, scale: Tensor | None = None) -> Tensor:
+        """[B, V]: the weights of the token that follows `kept` [B] drafts: max(s p - q, 0) where a
+        draft was refused, p where all were kept. scale: [B] float64, s; None is 1."""
+        weights = target[self.starts[:-1] + kept]
+        if not self.drafts.shape[1]:
+            return weights
+        if scale is not None:
+            weights = weights * scale[:, None].to(weights.dtype)
+        refused = kept < self.lengths
+        chain = torch.arange(len(kept), device=kept.device)
+        at = kept.clamp(max=self.drafts.shape[1] - 1)
+        if self.law is not None:
+            own = self.law[chain, at] * (refused & self.drawn)[:, None]
+            if self.columns is not None:
+                # Column -1, of a token that is never drafted, is the zero at the end.
+                own = torch.nn.functional.pad(own, (0, 1))[:, self.columns]
+            weights = (weights - own).clamp_(min=0)
+        chosen = refused & ~self.drawn
+        token = self.drafts[chain, at].clamp(min=0)
+        struck = torch.where(chosen, 0, weights[chain, token])
+        return weights.index_put_((chain, token), struck)
+
 
 def accept_chains_reference(
     chains: Chains, choices: Tensor, target: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The plain definition: one chain after the other. See `accept_chains`."""
-    kept = torch.zeros_like(chains.starts[1:])
-    following = torch.zeros_like(kept)
-    ids = None if chains.columns is None else (chains.columns >= 0).nonzero()[:, 0]
-    for index, (first, end) in enumerate(
-        zip(chains.starts[:-1].tolist(), chains.starts[1:].tolist(), strict=True)
-    ):
-        count = end - first - 1
-        drafts = chains.drafts[index, :count]
-        if chains.greedy[index]:
-            held = int(accept_greedy(drafts[None], choices[None, first : end - 1]))
-            kept[index], following[index] = held, choices[first + held]
-            continue
-        assert target is not None
-        law = None
-        if chains.drawn[index] and count:
-            assert chains.law is not None
-            law = DraftLaw(chains.law[index, :count], ids)
-        uniforms = chains.uniforms[index, : count + 1].tolist()
-        held, weights = keep_sampled(drafts.tolist(), law, target[first:end], uniforms)
-        mass = float(weights.sum(dtype=torch.float64))
-        token = draw(weights, uniforms[-1]) if 0 < mass < float("inf") else -1
-        kept[index], following[index] = held, token
-    return kept, following
+    """The plain form, every chain at once. See `accept_chains`."""
+    first = chains.starts[:-1]
+    kept = chains.count_while(chains.drafts == choices[chains.rows])
+    if target is None:
+        return kept, choices[first + kept]
+    p, q = chains.likelihoods(target)
+    holds = chains.count_while(chains.uniforms[:, :-1] * q < p)
+    kept = torch.where(chains.greedy, kept, holds)
+    tokens = draw_rows(chains.residual(target, kept), chains.last_uniforms)
+    return kept, torch.where(chains.greedy, choices[first + kept], tokens)
 
 
 def accept_chains(chains: Chains, choices: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:

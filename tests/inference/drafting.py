@@ -11,6 +11,7 @@ from draftsmith.data.batches import PackedBatch
 from draftsmith.inference.batch import Batch
 from draftsmith.inference.capture import capture
 from draftsmith.inference.config import EngineConfig, SamplingParams
+from draftsmith.inference.draft_chains import DraftChains
 from draftsmith.inference.drafters import Proposal
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.head_drafter import HeadDrafter
@@ -96,7 +97,6 @@ class ForcedHeadDrafter(HeadDrafter):
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
         """The head's own computation along the script."""
-        self._taken = dict.fromkeys((sequence.id for sequence in sequences), 0)
         self._drafting = True
         proposals = super().propose(sequences, counts)
         for sequence in sequences:
@@ -104,9 +104,10 @@ class ForcedHeadDrafter(HeadDrafter):
         self._drafting = False
         return proposals
 
-    def _take(self, sequence: Sequence, logits: Tensor, best: Tensor, law: list[Tensor]) -> int:
-        self._taken[sequence.id] += 1
-        return self.script.token(sequence, self._taken[sequence.id] - 1)
+    def _take(self, chains: DraftChains, active: list[int], logits: Tensor) -> None:
+        for index in active:
+            chain, sequence = chains.tokens[index], chains.sequences[index]
+            chain.append(self.script.token(sequence, len(chain)))
 
     def _run(self, batch: Batch, tokens: Tensor, hidden: Tensor, step: int) -> HeadStep:
         out = super()._run(batch, tokens, hidden, step)
