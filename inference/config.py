@@ -22,6 +22,9 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    prefix_reuse: bool = True
+    """Keep the pages of a prefix that another request may begin with, until their room is
+    needed."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "page_size", "pool_tokens"):
@@ -35,6 +38,12 @@ class EngineConfig:
                 f"{self.max_batch}: "
                 "every running request needs a row"
             )
+
+    @property
+    def step_slots(self) -> int:
+        """Slots behind a sequence's known tokens that one step may write: those of its drafts, and
+        one for the token that follows them (a draft LM computes it at once)."""
+        return self.draft_tokens + 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class SamplingParams:
     """Keep a draft only where it equals the token that plain decoding would draw: one seed gives
     one text, whoever drafts and whatever runs beside it, at fewer tokens per step than rejection
     sampling."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; its text ends before them."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer like the target's end tokens, whatever `ignore_eos` says."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -63,6 +76,11 @@ class SamplingParams:
             raise ValueError(f"top_k {self.top_k}: must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: must be in (0, 1]")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(
+                f"stop {self.stop!r}: give a tuple of strings, none of them empty (an empty one is "
+                "met at once)"
+            )
 
     @property
     def greedy(self) -> bool:
