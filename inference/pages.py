@@ -49,9 +49,10 @@ class PageAllocator:
         """`count` pages for one user, neighbouring where possible; None when fewer are free.
 
         Args:
-            after: a page whose neighbours are wanted first. room: how many pages in a row the user
-                may come to need; the run is looked for where so many are free. avoid: pages that
-                others hope to grow into, taken only where nothing else is left.
+            after: a page whose neighbours are wanted first, whatever prefix they hold. room: how
+                many pages in a row the user may come to need; the run is looked for where so many
+                are free. avoid: pages that others hope to grow into, taken only where nothing else
+                is left.
         """
         if count > self.num_free:
             return None

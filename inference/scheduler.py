@@ -172,7 +172,8 @@ class Scheduler:
             borrowed = found[: self._pages(start)]
             self.allocator.share(borrowed)
             count = self._step_pages(sequence) - whole
-            pages = self._allocate(sequence, count, found[whole - 1] if whole else None)
+            # Not behind the borrowed ones: there lies how the other text went on.
+            pages = self._allocate(sequence, count, None)
             if pages is not None:
                 break
             self._release_pages(borrowed)
