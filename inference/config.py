@@ -28,6 +28,9 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    prefix_reuse: bool = True
+    """Keep the pages of a prefix that another request may begin with, until their room is
+    needed."""
     schedule: str = "synchronous"
     """synchronous | overlapped: overlapped leaves drafts and verdicts on the device, with one copy
     to the host a step, and plans the next batch while the head runs; the same tokens."""
@@ -51,6 +54,12 @@ class EngineConfig:
                 f"{self.max_batch}: "
                 "every running request needs a row"
             )
+
+    @property
+    def step_slots(self) -> int:
+        """Slots behind a sequence's known tokens that one step may write: those of its drafts, and
+        one for the token that follows them (a draft LM computes it at once)."""
+        return self.draft_tokens + 1
 
 
 class TokenMask(Protocol):
@@ -116,6 +125,10 @@ class SamplingParams:
     """typical: keep a draft whose probability exceeds the lesser of this and …"""
     typical_scale: float = 0.3
     """… this times exp(-entropy) of the row."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; its text ends before them."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer like the target's end tokens, whatever `ignore_eos` says."""
 
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):
@@ -143,6 +156,11 @@ class SamplingParams:
                 f"logprobs {self.logprobs}: must be 0 (the token's own) or positive; None is off"
             )
         self._check_verification()
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(
+                f"stop {self.stop!r}: give a tuple of strings, none of them empty (an empty one is "
+                "met at once)"
+            )
 
     def _check_bias(self) -> None:
         seen: set[int] = set()

@@ -141,6 +141,7 @@ class DraftLMDrafter:
         self.model = lm.model
         self.num_ids = lm.num_ids
         self.num_layers = lm.model.num_layers
+        self.lookahead = 0
         self.longest = longest_text(lm.model.folder)
         self._carried: dict[Sequence, _Carried] = {}
 
@@ -158,11 +159,13 @@ class DraftLMDrafter:
         """Fill rows up to the token that follows each sequence's last; drafts that were accepted
         are there already."""
         parts = []
-        for sequence, upto in zip(batch.sequences, batch.lengths, strict=True):
+        for index, (sequence, upto) in enumerate(zip(batch.sequences, batch.lengths, strict=True)):
             if sequence.finished:
                 continue
             held = self._carried.get(sequence)
-            first = min(held.rows, upto) if held else 0
+            # Rows before a sequence's first batch lie in pages that another filled.
+            begun = upto - (batch.starts[index + 1] - batch.starts[index])
+            first = min(held.rows, upto) if held else begun
             end = upto + 1 if self.longest is None else min(upto + 1, self.longest)
             if first < end:
                 parts.append((sequence, first, sequence.tokens[first:end]))

@@ -35,6 +35,9 @@ class Drafter(Protocol):
     name: str
     num_layers: int
     """Layers of keys and values it keeps in the shared pool."""
+    lookahead: int
+    """How many tokens behind position p its rows p depend on: pages are shared by requests that
+    agree so far. 0 without keys."""
     boundaries: tuple[int, ...]
     """The target's states that `observe` reads."""
 
@@ -53,7 +56,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """The sequence is over, or gave its pages up: if it comes back, `observe` begins anew, at
+        whichever row its pages are known up to."""
         ...
 
 
@@ -67,6 +71,7 @@ class NgramDrafter:
 
     name = "ngram"
     num_layers = 0
+    lookahead = 0
     boundaries = ()
 
     def __init__(self, longest: int = 4, shortest: int = 1) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from functools import cached_property
 
-from ..models.target import Target
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..models.target import Target, has_tokenizer, load_tokenizer
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
 from .metrics import EngineMetrics
 from .overlapped import Overlapped
 from .pages import KVPool
+from .running_text import RunningText
 from .schedule import Schedule, StepOutput, Synchronous
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -36,10 +41,12 @@ class Engine:
         self.target = target
         self.config = config
         self.drafter = drafter if config.draft_tokens else None
+        self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
         pages = -(-config.pool_tokens // config.page_size)
         layers = target.num_layers + (self.drafter.num_layers if self.drafter else 0)
         self.pool = KVPool(layers, pages * config.page_size, config.poison)
-        self.scheduler = Scheduler(config, self.pool)
+        lookahead = self.drafter.lookahead if self.drafter else 0
+        self.scheduler = Scheduler(config, self.pool, lookahead)
         self._added = 0
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
@@ -52,22 +59,70 @@ class Engine:
         return self.schedule.metrics
 
     def reset_metrics(self) -> None:
-        """Count from zero."""
+        """Count from zero, and compute from nothing: prefixes found so far are not reused."""
         self.schedule.metrics = EngineMetrics()
+        self.scheduler.forget_prefixes()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's own; stop strings are looked for in its text.
+
+        Raises:
+            ValueError: the target's folder holds none.
+        """
+        if not has_tokenizer(self.target.folder):
+            raise ValueError(
+                f"target {self.target.folder}: no tokenizer.json, so no text to look for stop "
+                "strings in; put it there, or give stop_ids"
+            )
+        return load_tokenizer(self.target.folder)
 
     def add(
-        self, prompt: list[int], params: SamplingParams, identity: str | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        identity: str | None = None,
+        priority: int = 0,
     ) -> Sequence:
-        """Queue a request.
+        """Queue a request. It ends at the target's last position where max_new_tokens would pass
+        it.
 
         Args:
-            prompt: token ids, each inside the vocabulary.
+            prompt: token ids, each inside the vocabulary. priority: higher ones run first, and take
+                the place of lower ones where there is no room.
         Raises:
-            ValueError: empty prompt, an id outside the vocabulary, or more tokens than pool or
-            positions allow.
+            ValueError: empty prompt, an id outside the vocabulary, a prompt that leaves no position
+            for an answer, more tokens than the pool holds, or stop strings without a tokenizer.
         """
+        return self._add(prompt, params, identity, priority, None)
+
+    def fork(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        identity: str | None = None,
+        priority: int = 0,
+    ) -> Sequence:
+        """Queue another answer to a request's prompt. While that request is alive its pages are
+        shared, the partly filled last one as a copy; it starts once the prompt is read. Arguments
+        and errors as of `add`."""
+        prompt = sequence.tokens[: sequence.num_prompt]
+        return self._add(prompt, params, identity, priority, sequence)
+
+    def _add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        identity: str | None,
+        priority: int,
+        sibling: Sequence | None,
+    ) -> Sequence:
         self._added += 1
-        sequence = Sequence.create(identity or f"request-{self._added}", prompt, params)
+        sequence = Sequence.create(
+            identity or f"request-{self._added}", prompt, params, self.positions
+        )
+        sequence.priority = priority
+        sequence.sibling = sibling if sibling and not sibling.finished else None
         wrong = next(
             (i for i, token in enumerate(prompt) if not 0 <= token < self.target.vocab_size), None
         )
@@ -79,20 +134,37 @@ class Engine:
                 "tokenizer"
             )
         params.check_vocabulary(self.target.vocab_size)
-        limit = getattr(self.target.config, "max_position_embeddings", None)
-        if limit is not None and len(prompt) + params.max_new_tokens > limit:
+        strange = [one for one in params.stop_ids if not 0 <= one < self.target.vocab_size]
+        if strange:
             raise ValueError(
-                f"request {sequence.id!r}: {len(prompt)} + {params.max_new_tokens} tokens pass the "
-                "target's "
-                f"{limit} positions; shorten the prompt or max_new_tokens"
+                f"request {sequence.id!r}: stop_ids {strange} are outside the target's vocabulary "
+                f"of {self.target.vocab_size}; no answer could end with them"
             )
+        if self.positions is not None and len(prompt) >= self.positions:
+            raise ValueError(
+                f"request {sequence.id!r}: its prompt of {len(prompt)} tokens leaves none of the "
+                f"target's {self.positions} positions for an answer; shorten it"
+            )
+        if params.stop:
+            sequence.text = RunningText(self.tokenizer, params.stop)
         self.scheduler.add(sequence)
         return sequence
 
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request between two steps, whether it waits or runs, with finish reason
+        `cancelled`; nothing happens to a finished one."""
+        self.scheduler.cancel(sequence)
+        if self.drafter:
+            self.drafter.forget(sequence)
+
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Run one batch; what it decided, in batch order. Empty when nothing is left to do."""
+        """Run one batch; what it decided, in batch order. Empty when nothing is left to do, or
+        where a step only read prompts."""
         plan = self.scheduler.schedule()
+        for sequence in plan.preempted:
+            if self.drafter:
+                self.drafter.forget(sequence)
         if not plan.parts:
             return []
         outputs = self.schedule.step(plan)
@@ -108,3 +180,18 @@ class Engine:
         while not self.scheduler.idle:
             self.step()
         return sequences
+
+    def stream(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[StepOutput]:
+        """Decode several prompts and give each step's tokens as they are decided. Other requests
+        run along unseen; leaving the loop early cancels these."""
+        sequences = [self.add(prompt, params) for prompt in prompts]
+        return self._follow(sequences)
+
+    def _follow(self, sequences: list[Sequence]) -> Iterator[StepOutput]:
+        own = set(sequences)
+        try:
+            while not all(sequence.finished for sequence in sequences):
+                yield from (output for output in self.step() if output.sequence in own)
+        finally:
+            for sequence in sequences:
+                self.cancel(sequence)

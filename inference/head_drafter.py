@@ -9,6 +9,9 @@ D modules writes its row p when x_{p+1+m} is known, at slot p and position p + m
 
 With D = 1 that is one row a step, at slot and position n-1+k. Whatever a step wrote from drafts is
 written again from true states before it is read.
+
+A sequence may begin behind row 0, on pages of rows that another computed: in all modules alike, for
+what module m-1 recycled below them is not kept. The scheduler begins D-1 rows early for that.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ class HeadDrafter:
         self.draft_ids = draft_ids
         self.name = name or head.kind
         self.num_layers = head.num_layers
+        # Row p of module m holds x_{p+1+m}.
+        self.lookahead = head.num_modules if head.num_layers else 0
         self.boundaries = head.boundaries
         self._carried: dict[Sequence, _Carried] = {}
 

@@ -1,50 +1,139 @@
 """Pages of keys and values: one allocator, and one pool that target and head share.
 
 A page id addresses the same rows in every layer of the target *and* of the head: allocated once,
-freed once. The allocator prefers runs of neighbouring pages, so that a sequence's keys can be read
-as a slice without a copy; when there is no run it hands out scattered pages, and they are gathered.
+freed once. A page may have several users (requests with one prefix) and, with none, still hold a
+prefix that the next request may want; such pages are taken last, the oldest first. The allocator
+prefers runs of neighbouring pages, so that a sequence's keys can be read as a slice without a copy;
+when there is no run it hands out scattered pages, and they are gathered.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..kernels.kv_move import copy_pages
+from .prefix import PrefixCache
+
 
 class PageAllocator:
-    """Hands out page ids 0 .. num_pages-1."""
+    """Hands out page ids 0 .. num_pages-1 and counts their users.
 
-    def __init__(self, num_pages: int) -> None:
+    Args:
+        cache: what the pages hold; None keeps nothing of a page without users.
+    Attributes:
+        num_free: pages without users, those that still hold a prefix among them.
+    """
+
+    def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
         self.num_pages = num_pages
-        self._free = [True] * num_pages
+        self.cache = PrefixCache(1, 0, enabled=False) if cache is None else cache
         self.num_free = num_pages
+        self.users = [0] * num_pages
+        # When a page with a prefix lost its last user, in releases; 0 for a page that holds none.
+        self._left = [0] * num_pages
+        self._releases = 0
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, neighbouring where possible; None when fewer are free."""
+    def allocate(
+        self,
+        count: int,
+        *,
+        after: int | None = None,
+        room: int = 0,
+        avoid: Set[int] = frozenset(),
+    ) -> list[int] | None:
+        """`count` pages for one user, neighbouring where possible; None when fewer are free.
+
+        Args:
+            after: a page whose neighbours are wanted first, whatever prefix they hold. room: how
+                many pages in a row the user may come to need; the run is looked for where so many
+                are free. avoid: pages that others hope to grow into, taken only where nothing else
+                is left.
+        """
         if count > self.num_free:
             return None
-        pages = self._run(count) or [page for page, free in enumerate(self._free) if free][:count]
+        pages = self._behind(after, count)
+        for length in (max(room, count), count):
+            pages = pages or self._run(length, avoid)[:count]
+        pages = (
+            pages
+            or sorted(
+                (page for page in range(self.num_pages) if not self.users[page]),
+                key=lambda page: (page in avoid, self._left[page]),
+            )[:count]
+        )
         for page in pages:
-            self._free[page] = False
+            self.cache.drop(page)
+            self.users[page] = 1
+            self._left[page] = 0
         self.num_free -= count
         return pages
 
-    def release(self, pages: list[int]) -> None:
-        """Give pages back; giving one back twice is a programming error."""
+    def share(self, pages: list[int]) -> None:
+        """One user more for each page, whether it has users or only holds a prefix."""
         for page in pages:
-            assert not self._free[page], f"page {page} is already free"
-            self._free[page] = True
-        self.num_free += len(pages)
+            assert self.users[page] or page in self.cache, f"page {page} holds nothing to share"
+            self.num_free -= not self.users[page]
+            self.users[page] += 1
 
-    def _run(self, count: int) -> list[int] | None:
-        length = 0
-        for page, free in enumerate(self._free):
-            length = length + 1 if free else 0
-            if length == count:
-                return list(range(page - count + 1, page + 1))
-        return None
+    def release(self, pages: list[int]) -> list[int]:
+        """One user less for each page; those that hold nothing any more. One release too many is a
+        programming error."""
+        emptied = []
+        # The end of a prefix is found through its beginning, so the end is older: it goes first.
+        for page in reversed(pages):
+            assert self.users[page], f"page {page} is already free"
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.num_free += 1
+                self._releases += 1
+                self._left[page] = self._releases if page in self.cache else 0
+                if page not in self.cache:
+                    emptied.append(page)
+        return emptied
+
+    def forget_prefixes(self) -> list[int]:
+        """Keep no prefix any more; the pages that are empty by it."""
+        known = [page for page in range(self.num_pages) if page in self.cache]
+        for page in known:
+            self.cache.drop(page)
+            self._left[page] = 0
+        return [page for page in known if not self.users[page]]
+
+    def _behind(self, page: int | None, count: int) -> list[int]:
+        """The next `count` neighbours of a page where all are free, else none."""
+        if page is None or page + count >= self.num_pages:
+            return []
+        pages = list(range(page + 1, page + 1 + count))
+        return [] if any(self.users[each] for each in pages) else pages
+
+    def _run(self, length: int, avoid: Set[int]) -> list[int]:
+        """Of the runs of free pages the one whose newest prefix is oldest (none at all is best);
+        empty where there is no run. One pass: `newest` holds the last `length` pages of the present
+        run, without those that a later and newer one outlives."""
+        best, start = None, 0
+        newest: deque[int] = deque()
+        for page in range(self.num_pages):
+            if self.users[page] or page in avoid:
+                newest.clear()
+                start = page + 1
+                continue
+            while newest and self._left[newest[-1]] <= self._left[page]:
+                newest.pop()
+            newest.append(page)
+            if newest[0] <= page - length:
+                newest.popleft()
+            if page - start + 1 >= length:
+                age = self._left[newest[0]]
+                if best is None or age < best[0]:
+                    best = age, page - length + 1
+                if age == 0:
+                    break
+        return [] if best is None else list(range(best[1], best[1] + length))
 
 
 @dataclass(frozen=True)
@@ -95,9 +184,17 @@ class KVPool:
         return keys, values
 
     @torch.inference_mode()
+    def copy(self, source: int, target: int, page_size: int) -> None:
+        """Copy one page, in every layer that has been written."""
+        for tensor in [*self.keys, *self.values]:
+            if tensor is not None:
+                pages = torch.tensor([[source], [target]], device=tensor.device)
+                copy_pages(tensor, pages[0], pages[1], page_size)
+
+    @torch.inference_mode()
     def forget(self, pages: list[int], page_size: int) -> None:
         """Poison the slots of freed pages, where poisoning is on."""
-        if not self.poison:
+        if not self.poison or not pages:
             return
         slots = torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
         for tensor in [*self.keys, *self.values]:

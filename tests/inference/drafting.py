@@ -58,6 +58,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     num_layers = 0
+    lookahead = 0
     boundaries = ()
 
     def __init__(self, script: Script) -> None:

@@ -316,7 +316,8 @@ def joint_law(target: Target, prompt: list[int], temperature: float) -> torch.Te
     [
         ([], GREEDY, "prompt is empty"),
         ([5, 512], GREEDY, "token 512 at position 1"),
-        ([5] * 1020, GREEDY, "pass the target's 1024 positions"),
+        ([5] * 1024, GREEDY, "leaves none of the target's 1024 positions"),
+        ([5], SamplingParams(stop_ids=(512,)), r"stop_ids \[512\] are outside"),
         ([5] * 900, SamplingParams(max_new_tokens=124), "raise engine.pool_tokens"),
     ],
 )
