@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .tree import TreeConfig
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,7 @@ class EngineConfig:
     """How the engine batches and pages."""
 
     draft_tokens: int = 3
-    """K: drafts verified per step."""
+    """K: drafts of a chain verified per step, or levels of a tree; 0 decodes plainly."""
     max_batch: int = 8
     """Requests that run together."""
     max_step_tokens: int = 512
@@ -22,6 +24,8 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """Trees instead of chains, where a head drafts."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "page_size", "pool_tokens"):
@@ -35,6 +39,13 @@ class EngineConfig:
                 f"{self.max_batch}: "
                 "every running request needs a row"
             )
+        self.tree.slots(self.draft_tokens)  # refuses a tree that is too large
+
+    @property
+    def step_slots(self) -> int:
+        """How many slots behind the decided tokens a step may write: drafts that are verified, or
+        rows that a head runs while it grows a tree."""
+        return self.tree.slots(self.draft_tokens)
 
 
 @dataclass(frozen=True)

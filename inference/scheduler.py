@@ -96,5 +96,5 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def _pages_needed(self, sequence: Sequence) -> int:
-        longest = sequence.num_prompt + sequence.params.max_new_tokens + self.config.draft_tokens
+        longest = sequence.num_prompt + sequence.params.max_new_tokens + self.config.step_slots
         return -(-longest // self.config.page_size)
