@@ -1,23 +1,14 @@
-"""Tables, reranking, acceptance and attention of trees: the kernels against their definitions."""
+"""Tables, reranking and acceptance of trees: the kernels against their definitions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from test_paged_attention import _batch
 from torch import Tensor
 
-from draftsmith.kernels import paged_attention as module
 from draftsmith.kernels.accept_tree import Trees, accept_trees, accept_trees_reference
-from draftsmith.kernels.paged_attention import (
-    DraftedRows,
-    PagedRows,
-    paged_attention,
-    paged_attention_reference,
-)
 from draftsmith.kernels.tree_build import (
     ABSENT,
     build_trees,
@@ -125,24 +116,39 @@ def _drafted(seed: int, size: int, reduced: int | None) -> tuple[Trees, Tensor, 
 def test_kept_paths_are_those_of_the_definition(reduced: int | None):
     """Random batches: first and later siblings, and none, are kept, at every depth."""
     seen = set()
-    for seed in range(25):
+    for seed in range(4):
         trees, choices, target = _drafted(seed, 37, reduced)
         kept, following = accept_trees(trees, choices, target)
         expected = accept_trees_reference(trees, choices, target)
         assert torch.equal(kept, expected[0]) and torch.equal(following, expected[1])
         seen |= {tuple(path) for path in kept.tolist()}
-    assert len(seen) > 12 and max(sum(row >= 0 for row in path) for path in seen) >= 3
+    assert len(seen) > 5 and max(sum(row >= 0 for row in path) for path in seen) >= 2
 
 
 def test_a_real_vocabulary():
-    """Refusals and the draw go over many blocks."""
-    for seed in range(2):
-        trees, choices, target = _drafted(seed, 49152, None)
-        got, expected = (
-            accept_trees(trees, choices, target),
-            accept_trees_reference(trees, choices, target),
-        )
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    """Two refusals and the draw go over many blocks."""
+    size = 49152
+    target = torch.softmax(torch.randn(3, size) * 3, -1)
+    law = torch.softmax(torch.randn(1, size) * 3, -1)
+    tables = build_trees(torch.tensor([[-1, 0, 0]]), 2)
+    trees = Trees(
+        torch.tensor([[0, *law[0].topk(2).indices.tolist()]]),
+        torch.tensor([0, 3]),
+        tables.first_child,
+        tables.next_sibling,
+        torch.tensor([False]),
+        torch.tensor([True]),
+        torch.tensor([[0.999999, 0.999999, 0.73]], dtype=torch.float64),
+        1,
+        law,
+        torch.tensor([[0, -1, -1]]),
+    )
+    got, expected = (
+        accept_trees(trees, target.argmax(-1), target),
+        accept_trees_reference(trees, target.argmax(-1), target),
+    )
+    assert got[0].tolist() == [[-1]] == expected[0].tolist()
+    assert torch.equal(got[1], expected[1])
 
 
 def test_greedy_alone_needs_no_probabilities():
@@ -185,59 +191,14 @@ def test_weights_without_a_law_give_no_token(fault: float):
     assert kept.tolist() == [[1], [-1]] and following.tolist() == [-1, 0]
 
 
-ATTENTION: dict[str, dict[str, Any]] = {
-    "trees beside a chain": dict(counts=[8, 1, 6], lengths=[70, 1, 33], heads=(6, 2)),
-    "window and soft cap": dict(
-        counts=[8, 3, 6], lengths=[70, 20, 133], heads=(4, 4), page_size=5, window=9, softcap=3.0
-    ),
-    "a window inside the tree": dict(counts=[8, 3], lengths=[70, 20], heads=(4, 1), window=2),
-    "in pieces": dict(counts=[8, 2], lengths=[70, 133], heads=(8, 1), span=64, window=70),
-    "many rows": dict(counts=[40, 1, 33], lengths=[70, 1, 133], heads=(4, 2), page_size=1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", list(ATTENTION))
-def test_attention_of_trees(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Batches of trees whose rows are the last of the tree's columns, as a head's levels are."""
-    case = dict(ATTENTION[name])
-    monkeypatch.setattr(module, "_SPAN", case.pop("span", 1024))
-    settings = {key: case.pop(key, None) for key in ("window", "softcap")}
-    q, keys, values, rows = _batch(**case, widths=(24, 16), dtype=dtype)
-    tree = _tree_rows(rows, case["counts"])
-    rows = PagedRows(
-        rows.starts, rows.lengths, rows.pages, rows.page_size, rows.most_rows, rows.longest, tree
-    )
-    out = paged_attention(q, keys, values, rows, scaling=0.3, **settings)
-    exact = paged_attention_reference(
-        q.double(), keys.double(), values.double(), rows, scaling=0.3, **settings
-    )
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
-
-
-def _tree_rows(rows: PagedRows, counts: list[int]) -> DraftedRows:
-    """A random tree for each sequence; the first has two columns more than rows."""
-    columns = [count + (2 if index == 0 else 0) for index, count in enumerate(counts)]
-    parents = _forest(5, tuple(columns))
-    ancestry = build_trees_reference(parents, max(columns)).ancestry
-    parts, positions = [], []
-    for index, (count, size) in enumerate(zip(counts, columns, strict=True)):
-        part = ancestry[index, size - count : size]
-        parts.append(part)
-        text = int(rows.lengths[index]) - size
-        positions.append(text + (part > 0).sum(1) - 1)
-    return DraftedRows(torch.cat(parts), torch.tensor(columns), torch.cat(positions))
-
-
 def test_trees_behind_the_reach_of_32_bits(far_memory: Callable[[int], Tensor]):
-    """Row 8,192 of 2**18 columns begins at element 2**31."""
-    target = far_memory(2**18).view(8193, 2**18)
-    target[8191, 5], target[8192, 2**18 - 2] = 1, 1
+    """Row 2**17 of 2**14 columns begins at element 2**31."""
+    target = far_memory(2**14).view(2**17 + 1, 2**14)
+    target[2**17 - 1, 5], target[2**17, 2**14 - 2] = 1, 1
     tables = build_trees(torch.tensor([[-1, 0]]), 2)
     trees = Trees(
         torch.tensor([[0, 5]]),
-        torch.tensor([8191, 8193]),
+        torch.tensor([2**17 - 1, 2**17 + 1]),
         tables.first_child,
         tables.next_sibling,
         torch.tensor([False]),
@@ -245,5 +206,5 @@ def test_trees_behind_the_reach_of_32_bits(far_memory: Callable[[int], Tensor]):
         torch.tensor([[0.5, 0.5]], dtype=torch.float64),
         1,
     )
-    kept, following = accept_trees(trees, torch.zeros(8193, dtype=torch.int64), target)
-    assert kept.tolist() == [[1]] and following.tolist() == [2**18 - 2]
+    kept, following = accept_trees(trees, torch.zeros(2**17 + 1, dtype=torch.int64), target)
+    assert kept.tolist() == [[1]] and following.tolist() == [2**14 - 2]
