@@ -89,10 +89,11 @@ class TreeHeadDrafter(HeadDrafter):
         depths = counts if longest is None else [min(count, longest) for count in counts]
         trees = [_Tree() for _ in sequences]
         active = [index for index, depth in enumerate(depths) if depth]
-        carried = [self._carried[sequence] for sequence in sequences]
-        if active:
-            drafted = torch.stack([carried[index].drafted for index in active])
-            recycled = torch.cat([carried[index].recycled[0] for index in active])
+        if not active:
+            return [Proposal([]) for _ in sequences]
+        carried = [self._carried[sequences[index]] for index in active]
+        drafted = torch.stack([one.drafted for one in carried])
+        recycled = torch.cat([one.recycled[0] for one in carried])
         for row, index in enumerate(active):
             trees[index].leaves = [_Node(-1, (), 0.0, row, -1)]
         level = 0

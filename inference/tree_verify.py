@@ -113,24 +113,17 @@ def _trees(
 def _coupled(sequence: Sequence, proposal: Proposal, law: Tensor) -> tuple[list[int], int]:
     """The path along what plain decoding draws, one draw a token, and the token behind it."""
     parents = rows_of(proposal.parents, len(proposal.tokens))
+    foreseen = sequence.foreseen(max(depths_of(parents)))
     path: list[int] = []
-    row = 0
-    for uniform in sequence.foreseen(max(depths_of(parents))):
-        token = draw(law[row], uniform)
-        child = next(
-            (
-                r
-                for r in range(row + 1, len(parents))
-                if parents[r] == row and proposal.tokens[r - 1] == token
-            ),
-            None,
-        )
-        if child is None:
-            break
-        row = child
+    row, token = 0, draw(law[0], foreseen[0])
+    while True:
+        children = (child for child in range(row + 1, len(parents)) if parents[child] == row)
+        row = next((child for child in children if proposal.tokens[child - 1] == token), -1)
+        if row < 0:
+            sequence.uniforms(len(path) + 1)
+            return path, token
         path.append(row - 1)
-    sequence.uniforms(len(path) + 1)
-    return path, token
+        token = draw(law[row], foreseen[len(path)])
 
 
 def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int) -> None:

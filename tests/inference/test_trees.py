@@ -3,10 +3,14 @@ accepted path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from drafting import Answers, answers_of
+from test_engine import TINY_HEADS, joint_law, tiny_target
 from torch import Tensor
 
 from draftsmith.inference.batch import Batch
@@ -17,6 +21,7 @@ from draftsmith.inference.pages import KVPool
 from draftsmith.inference.sequence import Sequence
 from draftsmith.inference.tree import TreeConfig, depths_of
 from draftsmith.inference.tree_drafter import TreeHeadDrafter
+from draftsmith.models.heads import build_head
 from draftsmith.models.target import Target
 
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
@@ -52,6 +57,8 @@ def test_greedy_trees_write_the_plain_text(
     engine = Engine(target, config(SHAPES[shape], page_size=page_size), drafter)
     results = engine.run(PROMPTS, GREEDY)
     assert [s.output for s in results] == [answers[tuple(prompt)] for prompt in PROMPTS]
+    allocator = engine.scheduler.allocator
+    assert allocator.num_free == allocator.num_pages
     assert engine.metrics.num_draft_tokens > 3 * engine.metrics.num_drafts > 0
 
 
@@ -134,3 +141,109 @@ def scatter(engine: Engine) -> None:
     pages = allocator.allocate(allocator.num_pages)
     assert pages is not None
     allocator.release(pages[::2])
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_a_limit_cuts_a_trees_levels(target: Target, answers: Answers, limit: int):
+    """No deeper than what may still be kept, and no page is wanting."""
+    tree = SHAPES["published"]
+    drafter = TreeHeadDrafter(away_from_its_start(HEAD_CONFIGS["mtp"], target), None, tree)
+    need = max(map(len, PROMPTS)) + limit + config(tree).step_slots
+    engine = Engine(target, config(tree, pool_tokens=need, page_size=1), drafter)
+    results = engine.run(PROMPTS, SamplingParams(max_new_tokens=limit, ignore_eos=True))
+    assert [s.output for s in results] == [answers[tuple(prompt)][:limit] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_sampled_text_does_not_depend_on_its_batch(target: Target, shape: str, coupled: bool):
+    """Alone and beside others, greedy ones among them, the same; coupled, it is what plain decoding
+    draws."""
+    head = away_from_its_start(HEAD_CONFIGS["mtp"], target)
+    params = [
+        SamplingParams(
+            9, temperature=0.9 * (n > 0), top_k=9, seed=n, ignore_eos=True, coupled=coupled
+        )
+        for n in range(len(PROMPTS))
+    ]
+
+    def texts(chosen: list[int], draft_tokens: int = 3) -> list[list[int]]:
+        drafter = TreeHeadDrafter(head, None, SHAPES[shape]) if draft_tokens else None
+        settings = config(SHAPES[shape], draft_tokens=draft_tokens, max_batch=5)
+        engine = Engine(target, settings, drafter)
+        sequences = [engine.add(PROMPTS[index], params[index]) for index in chosen]
+        while not engine.scheduler.idle:
+            engine.step()
+        return [sequence.output for sequence in sequences]
+
+    together = texts([0, 1, 2, 3, 4])
+    if coupled:
+        assert together == texts([0, 1, 2, 3, 4], draft_tokens=0)
+    else:
+        # Alone, every step after the first speculates, as it does in a batch of one chunk.
+        assert together == [texts([index])[0] for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("reduced mtp", TreeConfig("static", "full", top_k=2)),
+        ("medusa", TreeConfig("static", "full", top_k=3)),
+        ("reduced eagle3", TreeConfig("dynamic", top_k=2, nodes=4)),
+    ],
+)
+def test_sampled_trees_have_the_targets_law(
+    tiny_llama_folder: Callable[..., Path], name: str, tree: TreeConfig
+):
+    """Chi-square of three tokens jointly over 2,000 answers, drawn and chosen children."""
+    target = tiny_target(tiny_llama_folder)
+    chosen, ids = TINY_HEADS[name]
+    head = build_head(chosen, target.folder, 1.0, draft_ids=ids)
+    drafter = TreeHeadDrafter(head.double(), ids, tree)
+    count, prompt = 2000, [3, 1, 4, 1, 3, 1]
+    settings = EngineConfig(
+        draft_tokens=2, max_batch=500, pool_tokens=1 << 14, max_step_tokens=4000, tree=tree
+    )
+    engine = Engine(target, settings, drafter)
+    sequences = [
+        engine.add(prompt, SamplingParams(4, temperature=0.8, seed=index, ignore_eos=True))
+        for index in range(count)
+    ]
+    while not engine.scheduler.idle:
+        engine.step()
+    seen = torch.zeros(5, 5, 5, dtype=torch.float64)
+    for sequence in sequences:
+        a, b, c, _ = sequence.output
+        seen[a, b, c] += 1
+    expected = joint_law(target, prompt, 0.8) * count
+    likely = expected > 5
+    chi2 = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
+    freedom = int(likely.sum()) - 1
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
+    assert engine.metrics.num_accepted_tokens > count / 10
+
+
+def test_shapes():
+    """The published 25 paths, the comb and the full tree, cut at a depth."""
+    assert sum(TreeConfig("static").children(5).values()) == 25
+    assert sum(TreeConfig("static").children(2).values()) == 12
+    comb = TreeConfig("static", "comb", top_k=3)
+    assert comb.children(3) == {(): 3, (0,): 3, (0, 0): 3} and comb.slots(3) == 9
+    full = TreeConfig("static", "full", top_k=2)
+    assert full.slots(3) == 14 and len(full.children(3)) == 7
+    assert TreeConfig("dynamic", top_k=10, nodes=59).slots(6) == 59
+    assert TreeConfig("dynamic", top_k=10, nodes=20).slots(6) == 50
+    assert config(TreeConfig()).step_slots == 3
+
+
+def test_what_is_refused(target: Target):
+    """Trees that are too large, and heads that have no trees."""
+    with pytest.raises(ValueError, match="full tree of 3 levels and top_k 8 has more than 256"):
+        config(TreeConfig("static", "full", top_k=8))
+    with pytest.raises(ValueError, match="engine.tree.nodes 0"):
+        TreeConfig(nodes=0)
+    with pytest.raises(ValueError, match="engine.tree.top_k 99"):
+        TreeConfig(top_k=99)
+    modules = away_from_its_start(HEAD_CONFIGS["mtp of 3 modules"], target)
+    with pytest.raises(ValueError, match="3 modules .* engine.tree.kind=none"):
+        TreeHeadDrafter(modules, None, SHAPES["dynamic"])
