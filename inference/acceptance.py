@@ -17,6 +17,7 @@ from .drafters import Drafter
 from .engine import Engine
 from .metrics import EngineMetrics
 from .sequence import Lead, Sequence
+from .tree_drafter import TreeHeadDrafter
 
 Progress = Callable[[int, int], None]
 
@@ -79,6 +80,8 @@ class RunResult:
     step's are accepted drafts; the last is the target's own, or an accepted end token."""
     differences: list[Difference] | None = None
     speedup: float | None = None
+    trees: bool = False
+    """Whether the drafter drafted trees."""
     plain: RunResult | None = field(default=None, repr=False)
 
     @property
@@ -112,6 +115,7 @@ class RunResult:
             "dtype": self.dtype,
             "batch": self.config.max_batch,
             "draft_tokens": self.config.draft_tokens if self.drafter != "none" else 0,
+            "tree": dataclasses.asdict(self.config.tree) if self.trees else None,
             "max_new_tokens": self.params.max_new_tokens,
             **counts.to_json(),
             "per_prompt": [
@@ -184,6 +188,7 @@ def measure(
     steps = list(given.values())
     counts = engine.metrics
     result = RunResult(name, prompts, params, config, dtype, sequences, counts, seconds, steps)
+    result.trees = isinstance(drafter, TreeHeadDrafter)
     if plain is not None:
         result.plain = plain
         result.speedup = result.tokens_per_second / plain.tokens_per_second

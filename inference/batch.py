@@ -13,9 +13,12 @@ from torch import Tensor
 from ..kernels.causal_attention import causal_attention
 from ..kernels.jit import use_triton
 from ..kernels.kv_append import kv_append
-from ..kernels.paged_attention import PagedRows, paged_attention
+from ..kernels.paged_attention import DraftedRows, PagedRows, paged_attention
+from ..kernels.tree_attention import tree_attention
+from ..kernels.tree_build import ABSENT, TreeTables, build_trees
 from .pages import KVPool
 from .sequence import Sequence
+from .tree import depths_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Batch:
         sequences: the B sequences in order. starts: [B+1] borders of their rows.
         tokens: [N] int64. positions: [N] int64, also the RoPE phase.
         slots: [N] pool slots that the rows' keys and values go to.
-        lengths: [B] how many keys the last row of each sequence sees.
+        lengths: [B] how many slots of each sequence hold keys once these rows are written; what the
+            last row sees, but for trees.
+        trees: None where every row sees all before it.
     """
 
     sequences: list[Sequence]
@@ -35,44 +40,57 @@ class Batch:
     positions: Tensor
     slots: Tensor
     lengths: list[int]
+    trees: BatchTrees | None = None
 
     @classmethod
     def build(
-        cls, parts: list[tuple[Sequence, int, list[int]]], device: torch.device | str = "cpu"
+        cls,
+        parts: list[tuple[Sequence, int, list[int]]],
+        device: torch.device | str = "cpu",
+        parents: list[list[int]] | None = None,
     ) -> Batch:
-        """Pack (sequence, first position, tokens) parts; position p of a sequence is written to its
-        slot p."""
+        """Pack (sequence, first slot, tokens) parts.
+
+        Without `parents` the row of slot p stands at position p and sees all before it. With them,
+        parents[b] are those of the tree in the sequence's last slots, of which the last ones are
+        this batch's rows (slots before them were written by passes before): entry j < its own
+        index, -1 for what follows the text before the tree. A row stands at its depth behind that
+        text and sees it, and its own ancestors.
+        """
         starts, tokens, positions, slots, lengths = [0], [], [], [], []
-        for sequence, first, ids in parts:
+        for index, (sequence, first, ids) in enumerate(parts):
             assert ids, "a sequence without rows does not belong into a batch"
             tokens += ids
             span = range(first, first + len(ids))
-            positions += span
-            slots += [sequence.slot(position) for position in span]
+            if parents is None:
+                positions += span
+            else:
+                text = span.stop - len(parents[index]) - 1
+                depths = depths_of(parents[index])[-len(ids) :]
+                positions += [text + depth for depth in depths]
+            slots += [sequence.slot(place) for place in span]
             starts.append(len(tokens))
-            lengths.append(first + len(ids))
+            lengths.append(span.stop)
         buffer = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(device)
-        return cls([part[0] for part in parts], starts, buffer[0], buffer[1], buffer[2], lengths)
+        trees = None if parents is None else BatchTrees.build(parents, buffer.device)
+        sequences = [part[0] for part in parts]
+        return cls(sequences, starts, buffer[0], buffer[1], buffer[2], lengths, trees)
 
-    def keep(self, counts: list[int]) -> tuple[Batch, Tensor]:
-        """The batch of each sequence's first `counts` rows, and the indices of those rows [N']."""
-        rows, starts, lengths = [], [0], []
-        for index, count in enumerate(counts):
+    def keep(self, paths: list[list[int]]) -> tuple[Batch, Tensor]:
+        """The rows that became text: of each sequence the rows `paths`, ascending and the first
+        among them, at the slots and positions where they belong now; and their indices [N']."""
+        rows, places, starts, lengths = [], [], [0], []
+        for index, path in enumerate(paths):
             first, size = self.starts[index], self.starts[index + 1] - self.starts[index]
-            assert 1 <= count <= size
-            rows += range(first, first + count)
+            assert path and path[0] == 0 and path[-1] < size
+            rows += [first + row for row in path]
+            places += range(first, first + len(path))
             starts.append(len(rows))
-            lengths.append(self.lengths[index] - size + count)
-        chosen = torch.tensor(rows, device=self.tokens.device)
-        batch = Batch(
-            self.sequences,
-            starts,
-            self.tokens[chosen],
-            self.positions[chosen],
-            self.slots[chosen],
-            lengths,
-        )
-        return batch, chosen
+            lengths.append(self.lengths[index] - size + len(path))
+        both = torch.tensor([rows, places], device=self.tokens.device)
+        chosen, slots = both[0], self.slots[both[1]]
+        tokens, positions = self.tokens[chosen], self.positions[chosen]
+        return Batch(self.sequences, starts, tokens, positions, slots, lengths), chosen
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first and the second half of the sequences, each a batch."""
@@ -129,6 +147,7 @@ class Batch:
             size,
             most,
             max(self.lengths),
+            None if self.trees is None else self.trees.drafted(self.starts, self.positions),
         )
 
     @cached_property
@@ -138,6 +157,46 @@ class Batch:
             stop = self.reads[0].stop
             return slice(stop - self.tokens.shape[0], stop)
         return self.slots
+
+
+@dataclass(frozen=True)
+class BatchTrees:
+    """The trees of a batch's sequences.
+
+    Attributes:
+        tables: of B trees. columns: [B] the slots that each tree takes.
+    """
+
+    tables: TreeTables
+    columns: list[int]
+
+    @classmethod
+    def build(cls, parents: list[list[int]], device: torch.device) -> BatchTrees:
+        """Tables from parents (see `Batch.build`)."""
+        columns = [len(each) for each in parents]
+        most = max(columns)
+        padded = [each + [ABSENT] * (most - len(each)) for each in parents]
+        height = max(max(depths_of(each)) for each in parents)
+        table = torch.tensor(padded, dtype=torch.int64).to(device)
+        return cls(build_trees(table, height), columns)
+
+    def ancestry(self, index: int, rows: int) -> Tensor:
+        """[rows, C] of a sequence's last rows over its tree, see `tree_build`."""
+        columns = self.columns[index]
+        return self.tables.ancestry[index, columns - rows : columns, :columns]
+
+    def drafted(self, starts: list[int], positions: Tensor) -> DraftedRows:
+        """The same for paged attention: [N, C] and [B]."""
+        borders = list(itertools.pairwise(starts))
+        trees = [index for index, (first, end) in enumerate(borders) for _ in range(first, end)]
+        rows = [
+            self.columns[index] - (end - first) + row
+            for index, (first, end) in enumerate(borders)
+            for row in range(end - first)
+        ]
+        place = torch.tensor([trees, rows], device=positions.device)
+        columns = torch.tensor(self.columns, device=positions.device)
+        return DraftedRows(self.tables.ancestry[place[0], place[1]], columns, positions)
 
 
 def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | Tensor:
@@ -153,7 +212,7 @@ def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | 
 
 class PagedContext:
     """Attention over the pages: each layer stores its rows, then every row sees its sequence up to
-    itself.
+    itself, or of a tree its own path.
 
     Args:
         first_layer: where this model's layer 0 lies in the pool (the head's layers follow the
@@ -200,8 +259,11 @@ class PagedContext:
         parts = []
         for index, read in enumerate(batch.reads):
             rows = slice(batch.starts[index], batch.starts[index + 1])
-            out = causal_attention(
-                q[0, :, rows], keys[:, read], values[:, read], scaling, window, softcap
-            )
+            seen = q[0, :, rows], keys[:, read], values[:, read]
+            if batch.trees is None:
+                out = causal_attention(*seen, scaling, window, softcap)
+            else:
+                ancestry = batch.trees.ancestry(index, rows.stop - rows.start)
+                out = tree_attention(*seen, ancestry, scaling, window, softcap)
             parts.append(out.transpose(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from .tree import TreeConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class EngineConfig:
     """How the engine batches and pages."""
 
     draft_tokens: int = 3
-    """K: drafts verified per step."""
+    """K: drafts of a chain verified per step, or levels of a tree; 0 decodes plainly."""
     max_batch: int = 8
     """Requests that run together."""
     max_step_tokens: int = 512
@@ -28,6 +30,8 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """Trees instead of chains, where a head drafts."""
     prefix_reuse: bool = True
     """Keep the pages of a prefix that another request may begin with, until their room is
     needed."""
@@ -54,12 +58,14 @@ class EngineConfig:
                 f"{self.max_batch}: "
                 "every running request needs a row"
             )
+        self.tree.slots(self.draft_tokens)  # refuses a tree that is too large
 
     @property
     def step_slots(self) -> int:
-        """Slots behind a sequence's known tokens that one step may write: those of its drafts, and
-        one for the token that follows them (a draft LM computes it at once)."""
-        return self.draft_tokens + 1
+        """Slots behind a sequence's known tokens that one step may write: those of drafts that are
+        verified, or of the rows that a head runs while it grows a tree; and one for the token that
+        follows them (a draft LM computes it at once)."""
+        return self.tree.slots(self.draft_tokens) + 1
 
 
 class TokenMask(Protocol):

@@ -22,11 +22,16 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class Proposal:
-    """One sequence's chain. `law` is None when the tokens were chosen (argmax, look-up), not
-    drawn."""
+    """One sequence's chain or tree. `law` is None when the tokens were chosen (argmax, look-up),
+    not drawn; of a tree it has one row for every node with children, the root first.
+
+    `parents` is None for a chain; else parents[i] < i is the node that node i follows, -1 the root,
+    which is the sequence's newest token. Siblings stand in the order in which they are tried.
+    """
 
     tokens: list[int]
     law: DraftLaw | None = None
+    parents: list[int] | None = None
 
 
 class Drafter(Protocol):
@@ -47,7 +52,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
-        """At most `counts` drafts for each sequence, in order."""
+        """A chain of at most `counts` drafts for each sequence, or a tree of so many levels."""
         ...
 
     def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:

@@ -8,6 +8,9 @@ must score K + 1), but in the tokens per target call.
     mean_acceptance_length   1 + num_accepted_tokens / num_drafts, the bonus token included
     tokens_per_target_call   tokens / sequence-steps, both of decode-only steps (the headline)
     accepted_per_position    [i] = drafts whose tokens 1..i+1 were all accepted (unconditional)
+
+Of a tree, num_draft_tokens counts every node that was verified, and a position is a level: drafted
+there when the tree reached it, accepted when the kept path did.
 """
 
 from __future__ import annotations
@@ -53,13 +56,22 @@ class EngineMetrics:
         finally:
             self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - start
 
-    def record(self, context: int, drafted: int, accepted: int, emitted: int, cut: bool) -> None:
+    def record(
+        self,
+        context: int,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        cut: bool,
+        depth: int | None = None,
+    ) -> None:
         """One sequence in one decode-only step.
 
         Args:
             context: tokens before the step. drafted, accepted: drafts. emitted: tokens kept, the
                 target's included.
             cut: whether the limit or an end token cut the round short.
+            depth: levels of the tree that was drafted; None for a chain.
         """
         self.target_calls += 1
         self.decode_tokens += emitted
@@ -75,7 +87,7 @@ class EngineMetrics:
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        for position in range(drafted):
+        for position in range(drafted if depth is None else depth):
             _count(self.drafted_per_position, position, 1)
             _count(self.accepted_per_position, position, int(position < accepted))
 

@@ -81,7 +81,8 @@ class Overlapped(Synchronous):
 
     def _covers(self, sequences: list[Sequence], drafter: DeviceDrafter) -> bool:
         count = self.config.draft_tokens
-        return drafter.overlaps(sequences, count) and all(
+        chains = self.config.tree.kind == "none" and drafter.overlaps(sequences, count)
+        return chains and all(
             sequence.remaining > count and sequence.params.device_only for sequence in sequences
         )
 

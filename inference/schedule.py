@@ -6,6 +6,9 @@ A step of K drafts for a sequence whose tokens are x_0 … x_n (x_n decided, not
     draft    head output at row n-1 -> d_1; rows n … n+K-2 on its own states -> d_2 … d_K
     verify   target rows n … n+K hold [x_n, d_1 … d_K]; their logits judge the drafts
     refill   a drafts kept: the head rows n … n+a are written again, from true target states
+
+Of a tree the target's row j stands in slot n+j, whatever its depth; the keys and values of the kept
+path are moved to slots n … n+a before the refill.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from .metrics import EngineMetrics
 from .pages import KVPool
 from .scheduler import Plan
 from .sequence import Sequence
+from .tree import depths_of, rows_of
+from .tree_verify import close_up, verify_trees
 from .verifier import sample, verify
 
 
@@ -111,6 +116,7 @@ class Synchronous:
         if self.drafter:
             with self.metrics.timed("draft"):
                 proposals = self.drafter.propose(sequences, counts)
+        branching = any(proposal.parents is not None for proposal in proposals)
         with self.metrics.timed("verify"):
             batch = Batch.build(
                 [
@@ -118,11 +124,16 @@ class Synchronous:
                     for seq, proposal in zip(sequences, proposals, strict=True)
                 ],
                 self.target.device,
+                [rows_of(one.parents, len(one.tokens)) for one in proposals] if branching else None,
             )
             states, normed = self._compute(batch, self.config.micro_batches)
             logits = self.target.logits(normed)
         with self.metrics.timed("sample"):
-            verdict = verify(batch, sequences, proposals, logits)
+            judge = verify_trees if branching else verify
+            verdict = judge(batch, sequences, proposals, logits)
+            # The rows that became text: the newest token's and those of the drafts kept.
+            paths = [[0, *(node + 1 for node in kept)] for kept in verdict.kept]
+            close_up(self.pool, batch, paths, self.target.num_layers)
         outputs = []
         for index, sequence in enumerate(sequences):
             context, drafts = len(sequence.tokens), proposals[index].tokens
@@ -133,11 +144,13 @@ class Synchronous:
             sequence.num_computed += len(kept) + 1
             sequence.tokens_per_step.append(len(emitted))
             cut = len(emitted) <= len(kept) or counts[index] < wanted
-            self.metrics.record(context, len(drafts), len(kept), len(emitted), cut)
+            parents = proposals[index].parents
+            depth = len(drafts) if parents is None else max(depths_of(parents), default=0)
+            self.metrics.record(context, len(drafts), len(kept), len(emitted), cut, depth)
             outputs.append(StepOutput(sequence, emitted))
         if self.drafter and not all(sequence.finished for sequence in sequences):
             with self.metrics.timed("refill"):
-                true_rows, chosen = batch.keep([len(kept) + 1 for kept in verdict.kept])
+                true_rows, chosen = batch.keep(paths)
                 true_states = {boundary: rows[chosen] for boundary, rows in states.items()}
                 self.drafter.observe(true_rows, true_states, verdict.following)
         return outputs

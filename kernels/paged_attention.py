@@ -7,6 +7,9 @@ pages[b, p // page_size] * page_size + p % page_size:
 
     out_i = sum_j softmax_j(scaling * q_i . k_j) v_j      the causal attention of `causal_attention`
 
+or, where the last slots hold drafted trees, all keys before the tree and its own ancestors in it
+(`tree_attention`).
+
 On a GPU the query heads that share a key head are lines of one tile, so a tile reads each key once
 for all of them. When a batch has few rows a sequence, the keys are cut at every 1,024th position
 and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so among
@@ -26,12 +29,28 @@ from torch import Tensor
 
 from .causal_attention import causal_attention_reference
 from .jit import Kernel, interpreting, power_of_two, use_triton
+from .tree_attention import tree_attention_reference
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _SPAN = 1024  # keys of one piece
 _FEW = 16  # rows of a sequence up to which its keys are cut into pieces
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """The trees in the last slots of every sequence, a chain being one too.
+
+    Attributes:
+        ancestry: [N, C] int32, how far up its path a row finds each column of its tree, counted
+            from 1 for itself; 0 off the path (`tree_build`). columns: [B] int64, how many there
+            are. positions: [N] int64 of the rows in the text, by depth.
+    """
+
+    ancestry: Tensor
+    columns: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class PagedRows:
         page_size: slots per page.
         most_rows: at least the rows of every sequence. longest: at least every length. Both are
             host numbers that set the launch's size and nothing else.
+        tree: None where a row sees all keys up to its own.
     """
 
     starts: Tensor
@@ -53,6 +73,7 @@ class PagedRows:
     page_size: int
     most_rows: int
     longest: int
+    tree: DraftedRows | None = None
 
 
 def paged_attention_reference(
@@ -76,9 +97,12 @@ def paged_attention_reference(
         position = torch.arange(length, device=q.device)
         page = rows.pages[index, position // rows.page_size].long()
         slots = page * rows.page_size + position % rows.page_size
-        part = causal_attention_reference(
-            q[:, first:end], keys[:, slots], values[:, slots], scaling, window, softcap
-        )
+        seen = q[:, first:end], keys[:, slots], values[:, slots]
+        if rows.tree is None:
+            part = causal_attention_reference(*seen, scaling, window, softcap)
+        else:
+            ancestry = rows.tree.ancestry[first:end, : int(rows.tree.columns[index])]
+            part = tree_attention_reference(*seen, ancestry, scaling, window, softcap)
         parts.append(part.transpose(0, 1))
     return torch.cat(parts) if parts else q.new_empty(0, q.shape[0], values.shape[2])
 
@@ -113,6 +137,7 @@ def paged_attention(
     assert heads == group * key_heads
     q = q if q.stride(-1) == 1 else q.contiguous()
     pages = rows.pages.contiguous()
+    tree = rows.tree
     splits = -(-rows.longest // _SPAN) if rows.most_rows <= _FEW else 1
     out = torch.empty(num_rows, heads, value_width, dtype=q.dtype, device=q.device)
     if not num_rows:
@@ -131,6 +156,9 @@ def paged_attention(
         rows.starts,
         rows.lengths,
         pages,
+        None if tree is None else tree.ancestry.contiguous(),
+        None if tree is None else tree.columns,
+        None if tree is None else tree.positions.contiguous(),
         partial,
         mass,
         q.stride(0),
@@ -144,6 +172,7 @@ def paged_attention(
         width,
         value_width,
         pages.shape[1],
+        0 if tree is None else tree.ancestry.shape[1],
         rows.page_size,
         scaling,
         window,
@@ -182,6 +211,9 @@ def paged_attention_kernel(
     starts,
     lengths,
     pages,
+    ancestry,
+    columns,
+    positions,
     out,
     mass,
     q_head,
@@ -195,6 +227,7 @@ def paged_attention_kernel(
     width,
     value_width,
     num_pages,
+    num_columns,
     page_size,
     scaling,
     window,
@@ -241,6 +274,13 @@ def paged_attention_kernel(
     if window is not None:
         low = tl.maximum(length - count + top // GROUP - window + 1, 0)
     high = length - count + tl.minimum(count, (top + BLOCK_M - 1) // GROUP + 1)
+    text = length  # where a tree begins
+    if ancestry is not None:
+        text = length - tl.load(columns + sequence).to(tl.int32)
+        position = tl.load(positions + row, alive, 0).to(tl.int32)
+        high = length
+        if window is not None:
+            low = tl.maximum(text - window + 1, 0)
     if span is not None:
         low = tl.maximum(low, split * span)
         high = tl.minimum(high, split * span + span)
@@ -262,9 +302,20 @@ def paged_attention_kernel(
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         if softcap is not None:
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
-        seen = exists[None, :] & (at[None, :] <= position[:, None])
-        if window is not None:
-            seen = seen & (at[None, :] > position[:, None] - window)
+        if ancestry is not None:
+            up = tl.load(
+                ancestry + row[:, None] * num_columns + (at - text)[None, :],
+                alive[:, None] & (exists & (at >= text))[None, :],
+                0,
+            )
+            seen = exists[None, :] & ((at < text)[None, :] | (up > 0))
+            if window is not None:
+                seen = seen & (up <= window)
+                seen = seen & ((at >= text)[None, :] | (at[None, :] > position[:, None] - window))
+        else:
+            seen = exists[None, :] & (at[None, :] <= position[:, None])
+            if window is not None:
+                seen = seen & (at[None, :] > position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(best, tl.max(score, 1))
         anchor = tl.where(peak == float("-inf"), 0.0, peak)  # a line that has seen no key yet

@@ -16,6 +16,8 @@ from ..inference.acceptance import PromptSet
 from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
+from ..inference.tree import TreeConfig
+from ..inference.tree_drafter import TreeHeadDrafter
 from ..models.formats.source import find_source
 from ..models.heads import HEADS, Head, LoadedHead, build_head
 from ..models.target import Target, fingerprint
@@ -43,13 +45,18 @@ def prompt_set(
 
 
 def drafter(
-    name: str, loaded: LoadedHead | None, target: Target, lm: DraftLM | None = None
+    name: str,
+    loaded: LoadedHead | None,
+    target: Target,
+    lm: DraftLM | None = None,
+    tree: TreeConfig | None = None,
 ) -> Drafter | None:
     """A fresh drafter by its name in the settings; None decodes plainly.
 
     Args:
         loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
-            rebuilds. lm: what `draft-lm` drafts with.
+            rebuilds. lm: what `draft-lm` drafts with. tree: what heads draft; the others draft
+            chains.
     """
     if name == "none":
         return None
@@ -60,9 +67,18 @@ def drafter(
         return DraftLMDrafter(lm)
     assert loaded is not None
     if name == "untrained":
-        return HeadDrafter(untrained(loaded, target), loaded.draft_ids, name)
+        return head_drafter(untrained(loaded, target), loaded.draft_ids, tree, name)
     require_kind(loaded, [name])
-    return HeadDrafter(loaded.head, loaded.draft_ids)
+    return head_drafter(loaded.head, loaded.draft_ids, tree)
+
+
+def head_drafter(
+    head: Head, draft_ids: torch.Tensor | None, tree: TreeConfig | None, name: str | None = None
+) -> HeadDrafter:
+    """A head as a drafter of trees where the settings ask for them, else of chains."""
+    if tree is None or tree.kind == "none":
+        return HeadDrafter(head, draft_ids, name)
+    return TreeHeadDrafter(head, draft_ids, tree, name)
 
 
 def draft_model(config: Config, names: Iterable[str]) -> Target | None:

@@ -212,7 +212,7 @@ def _measured(
         for count in (swept if drafting in ("head", "draft-lm") else (config.engine.draft_tokens,))
     ]
     for name, count in chains:
-        drafting = drafter(name, loaded, target, lm)
+        drafting = drafter(name, loaded, target, lm, config.engine.tree)
         label = drafting.name if drafting else name
         what = (
             f"{prompts.name}, {label}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
@@ -327,6 +327,7 @@ VERB = Verb(
         "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",
         "draftsmith evaluate evaluate.head=some/head evaluate.prompts=[mt_bench,my/prompts.jsonl] "
         "engine.draft_tokens=5",
+        "draftsmith evaluate engine.tree.kind=dynamic engine.draft_tokens=5",
     ),
     kept="the report is written at the end, so an earlier one is untouched",
 )

@@ -54,9 +54,8 @@ def _drafter(
     if config.generate.head is None and not (artifacts.head / "config.json").exists():
         invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")
         return None
-    return drafter(
-        name, load_head(artifacts.head_or(config.generate.head), target.fingerprint), target
-    )
+    loaded = load_head(artifacts.head_or(config.generate.head), target.fingerprint)
+    return drafter(name, loaded, target, tree=config.engine.tree)
 
 
 def _asked():
@@ -127,7 +126,7 @@ VERB = Verb(
         "language model of draft_lm.source"
     ),
     writes="nothing; it prints the answer and the tokens of each step",
-    sections=("work", "generate", "draft_lm", "engine.draft_tokens", "target.dtype"),
+    sections=("work", "generate", "draft_lm", "engine.draft_tokens", "engine.tree", "target.dtype"),
     examples=(
         "draftsmith generate experiment=demo",
         "draftsmith generate experiment=demo 'generate.prompt=\"Write a haiku about rivers.\"'",

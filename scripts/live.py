@@ -13,13 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from ..conf.schema import Config
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
-from ..inference.head_drafter import HeadDrafter
 from ..inference.metrics import EngineMetrics
 from ..models.files import content_hash
 from ..models.heads import Head
 from ..models.target import Target, load_tokenizer
 from ..train.ranks import Meeting, rank, world_size
-from .acceptance import prompt_set
+from .acceptance import head_drafter, prompt_set
 
 _SHOWN = 2  # prompts of each set whose answers are kept
 _LONGEST = 300  # characters of a prompt that are kept of it, its end
@@ -134,7 +133,7 @@ class LiveAcceptance:
                     temperature=temperature,
                     seed=settings.seed,
                 )
-                drafter = HeadDrafter(head, self.draft_ids)
+                drafter = head_drafter(head, self.draft_ids, engine.tree)
                 result = measure(target, drafter, prompts, engine, params)
                 counts[whole.name, temperature] = _Counts(
                     result.metrics, len(prompts.prompts), result.tokens, result.seconds

@@ -70,7 +70,8 @@ def _drafter(config: Config, target: Target) -> Drafter | None:
             )
         return drafter(settings.drafter, None, target)
     folder = Artifacts.of(config).head_or(settings.head)
-    return drafter("mtp", load_head(folder, target.fingerprint), target)
+    loaded = load_head(folder, target.fingerprint)
+    return drafter("mtp", loaded, target, tree=config.engine.tree)
 
 
 def _show(done: Regenerated, invocation: Invocation) -> None:

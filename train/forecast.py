@@ -226,7 +226,7 @@ def validation_memory(
     the pages. layers: of the head, that have keys; key_width: that of `trace.Step`, of the
     target's layers."""
     kept = ("process", "trunk", "head", "optimiser", "batches")
-    rows = engine.max_batch * (engine.draft_tokens + 1)
+    rows = engine.max_batch * (engine.step_slots + 1)
     pages = engine.pool_tokens * (shape.num_layers + layers) * key_width * itemsize
     parts = {
         **{name: size for name, size in training.parts.items() if name in kept},

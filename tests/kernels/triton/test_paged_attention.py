@@ -11,10 +11,12 @@ from torch import Tensor
 
 from draftsmith.kernels import paged_attention as module
 from draftsmith.kernels.paged_attention import (
+    DraftedRows,
     PagedRows,
     paged_attention,
     paged_attention_reference,
 )
+from draftsmith.kernels.tree_build import ABSENT, build_trees_reference
 
 CASES: dict[str, dict[str, Any]] = {
     "decode, odd widths": dict(counts=[1, 1, 1], lengths=[7, 1, 33], heads=(4, 2), widths=(9, 5)),
@@ -141,3 +143,53 @@ def test_keys_beyond_the_reach_of_32_bits(far_memory: Callable[[int], Tensor]):
         for pages in (far, near)
     ]
     assert torch.equal(*results)
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "trees beside a chain": dict(counts=[8, 1, 6], lengths=[70, 1, 33], heads=(6, 2)),
+    "window and soft cap": dict(
+        counts=[8, 3, 6], lengths=[70, 20, 33], heads=(4, 4), page_size=5, window=9, softcap=3.0
+    ),
+    "a window inside the tree": dict(counts=[8, 3], lengths=[70, 20], heads=(4, 1), window=2),
+    "in pieces": dict(counts=[8, 2], lengths=[70, 90], heads=(8, 1), span=64, window=70),
+    "many rows": dict(counts=[40, 1], lengths=[70, 1], heads=(4, 2), page_size=1),
+}
+
+
+@pytest.mark.parametrize("name", list(TREES))
+def test_attention_of_trees(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Batches of trees whose rows are the last of the tree's columns, as a head's levels are."""
+    case = dict(TREES[name])
+    dtype = torch.bfloat16 if name == "trees beside a chain" else torch.float32
+    monkeypatch.setattr(module, "_SPAN", case.pop("span", 1024))
+    settings = {key: case.pop(key, None) for key in ("window", "softcap")}
+    q, keys, values, rows = _batch(**case, widths=(24, 16), dtype=dtype)
+    tree = _tree_rows(rows, case["counts"])
+    rows = PagedRows(
+        rows.starts, rows.lengths, rows.pages, rows.page_size, rows.most_rows, rows.longest, tree
+    )
+    out = paged_attention(q, keys, values, rows, scaling=0.3, **settings)
+    exact = paged_attention_reference(
+        q.double(), keys.double(), values.double(), rows, scaling=0.3, **settings
+    )
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def _tree_rows(rows: PagedRows, counts: list[int]) -> DraftedRows:
+    """A random tree for each sequence; the first has two columns more than rows."""
+    columns = [count + (2 if index == 0 else 0) for index, count in enumerate(counts)]
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    parents = torch.full((len(columns), max(columns)), ABSENT)
+    for index, size in enumerate(columns):
+        parents[index, 0] = -1
+        for column in range(1, size):
+            parents[index, column] = torch.randint(0, column, (1,), generator=generator)
+    ancestry = build_trees_reference(parents, max(columns)).ancestry
+    parts, positions = [], []
+    for index, (count, size) in enumerate(zip(counts, columns, strict=True)):
+        part = ancestry[index, size - count : size]
+        parts.append(part)
+        text = int(rows.lengths[index]) - size
+        positions.append(text + (part > 0).sum(1) - 1)
+    return DraftedRows(torch.cat(parts), torch.tensor(columns), torch.cat(positions))

@@ -1,0 +1,156 @@
+"""What a target pass over trees decides, and how the kept path becomes text in the pages.
+
+`kernels.accept_tree` is the law; a coupled request instead walks along the tokens that plain
+decoding would draw.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.accept import draw
+from ..kernels.accept_tree import Trees, accept_trees
+from ..kernels.kv_move import compact_paths
+from .batch import Batch
+from .drafters import Proposal
+from .pages import KVPool
+from .sampler import check_finite, probabilities
+from .sequence import Lead, Sequence
+from .tree import depths_of, rows_of
+from .verifier import Verdict
+
+
+def verify_trees(
+    batch: Batch, sequences: list[Sequence], proposals: list[Proposal], logits: Tensor
+) -> Verdict:
+    """Judge the trees of every sequence; chains may be among them. logits [N, V] of the batch's
+    rows.
+
+    Raises:
+        ValueError: logits that are not finite.
+    """
+    check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
+    laws: dict[int, Tensor] = {}
+    for index, sequence in enumerate(sequences):
+        if not sequence.params.greedy:
+            rows = logits[batch.starts[index] : batch.starts[index + 1]]
+            laws[index] = probabilities(rows, sequence.params)
+    target = None
+    if laws:
+        like = next(iter(laws.values()))
+        target = torch.zeros(logits.shape, dtype=like.dtype, device=like.device)
+        for index, law in laws.items():
+            target[batch.starts[index] : batch.starts[index + 1]] = law
+    trees = _trees(batch, sequences, proposals, target)
+    paths, following = accept_trees(trees, logits.argmax(-1), target)
+    kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
+    verdict = Verdict(kept, following.tolist())
+    for index, sequence in enumerate(sequences):
+        if sequence.params.greedy and not proposals[index].tokens:
+            top, second = logits[batch.starts[index]].topk(2).values.tolist()
+            sequence.leads.append(Lead(top, top - second))
+        elif sequence.params.coupled and not sequence.params.greedy:
+            path, token = _coupled(sequence, proposals[index], laws[index])
+            verdict.kept[index], verdict.following[index] = path, token
+    for sequence, token in zip(sequences, verdict.following, strict=True):
+        if token < 0:
+            raise ValueError(
+                f"request {sequence.id!r}: cannot sample, a row's law has no mass; the logits hold "
+                "NaN or infinity"
+            )
+    return verdict
+
+
+def _trees(
+    batch: Batch, sequences: list[Sequence], proposals: list[Proposal], target: Tensor | None
+) -> Trees:
+    """The proposals as `accept_trees` takes them."""
+    assert batch.trees is not None
+    device, most = batch.tokens.device, max(batch.trees.columns)
+    count = len(sequences)
+    tokens = torch.zeros(count, most, dtype=torch.int64)
+    uniforms = torch.zeros(count, most, dtype=torch.float64)
+    law_rows = torch.full((count, most), -1, dtype=torch.int64)
+    laws: list[Tensor] = []
+    ids: Tensor | None = None
+    walked, drawn, height, used = [], [], 1, 0
+    for index, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+        rows = rows_of(proposal.parents, len(proposal.tokens))
+        tokens[index, 1 : len(rows)] = torch.tensor(proposal.tokens, dtype=torch.int64)
+        walked.append(not sequence.params.greedy and not sequence.params.coupled)
+        if walked[-1]:
+            uniforms[index, : len(rows)] = torch.tensor(
+                sequence.uniforms(len(rows)), dtype=torch.float64
+            )
+        drawn.append(proposal.law is not None)
+        height = max(height, max(depths_of(rows)) - 1)
+        if proposal.law is not None:
+            inner = sorted(set(rows[1:]))
+            law_rows[index, inner] = torch.arange(used, used + len(inner))
+            used += len(inner)
+            laws.append(proposal.law.probabilities)
+            ids = proposal.law.ids
+    columns = None
+    if ids is not None and target is not None:
+        columns = torch.full((target.shape[1],), -1, dtype=torch.int64, device=device)
+        columns[ids] = torch.arange(len(ids), device=device)
+    return Trees(
+        tokens.to(device),
+        torch.tensor(batch.starts, device=device),
+        batch.trees.tables.first_child,
+        batch.trees.tables.next_sibling,
+        ~torch.tensor(walked, device=device),  # a coupled request's result is not read
+        torch.tensor(drawn, device=device),
+        uniforms.to(device),
+        height,
+        torch.cat(laws) if laws else None,
+        law_rows.to(device) if laws else None,
+        columns,
+    )
+
+
+def _coupled(sequence: Sequence, proposal: Proposal, law: Tensor) -> tuple[list[int], int]:
+    """The path along what plain decoding draws, one draw a token, and the token behind it."""
+    parents = rows_of(proposal.parents, len(proposal.tokens))
+    foreseen = sequence.foreseen(max(depths_of(parents)))
+    path: list[int] = []
+    row, token = 0, draw(law[0], foreseen[0])
+    while True:
+        children = (child for child in range(row + 1, len(parents)) if parents[child] == row)
+        row = next((child for child in children if proposal.tokens[child - 1] == token), -1)
+        if row < 0:
+            sequence.uniforms(len(path) + 1)
+            return path, token
+        path.append(row - 1)
+        token = draw(law[row], foreseen[len(path)])
+
+
+def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int) -> None:
+    """Move the keys and values of the kept rows of every tree to the slots where they belong as
+    text.
+
+    Args:
+        paths: of each sequence the rows that are kept, ascending from its first. num_layers: the
+            pool's layers that hold these rows.
+    """
+    moved = [index for index, path in enumerate(paths) if path[-1] >= len(path)]
+    if not moved:
+        return
+    device, longest = batch.tokens.device, max(len(paths[index]) for index in moved)
+    sizes = [batch.starts[index + 1] - batch.starts[index] for index in moved]
+    first = torch.tensor(
+        [batch.lengths[index] - size for index, size in zip(moved, sizes, strict=True)],
+        device=device,
+    )
+    path = torch.tensor(
+        [paths[index] + [-1] * (longest - len(paths[index])) for index in moved], device=device
+    )
+    pages = batch.paged.pages[torch.tensor(moved, device=device)]
+    for layer in range(num_layers):
+        keys, values = pool.keys[layer], pool.values[layer]
+        assert keys is not None and values is not None
+        page_size = batch.paged.page_size
+        compact_paths(keys, pages, page_size, first, path)
+        if values.data_ptr() != keys.data_ptr():  # values may be a part of the keys
+            compact_paths(values, pages, page_size, first, path)
