@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.causal_attention import causal_attention
 from ..kernels.jit import use_triton
-from ..kernels.kv_append import kv_append
+from ..kernels.kv_append import is_prefix, kv_append
 from ..kernels.paged_attention import DraftedRows, PagedRows, paged_attention
 from ..kernels.tree_attention import tree_attention
 from ..kernels.tree_build import ABSENT, TreeTables, build_trees
@@ -250,12 +250,15 @@ class PagedContext:
                 softcap=softcap,
             )
             return out[None]
+        inside = is_prefix(values, keys)
         if isinstance(batch.write, slice):
             keys[:, batch.write] = k[0]
-            values[:, batch.write] = v[0]
+            if not inside:
+                values[:, batch.write] = v[0]
         else:
             keys.index_copy_(1, batch.write, k[0])
-            values.index_copy_(1, batch.write, v[0])
+            if not inside:
+                values.index_copy_(1, batch.write, v[0])
         parts = []
         for index, read in enumerate(batch.reads):
             rows = slice(batch.starts[index], batch.starts[index + 1])

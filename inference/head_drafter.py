@@ -76,8 +76,9 @@ class HeadDrafter:
                 "it was trained for another target"
             )
         self.trunk = target.trunk
-        lean = type(target.stack).__name__ == "LeanStack"
-        self.function: HeadFunction = self.head.for_inference(target.dtype, target.device, lean)
+        self.function: HeadFunction = self.head.for_inference(
+            target.dtype, target.device, target.own_layers
+        )
         own = self.head.lm_head
         self.lm_head = PackedLinear(
             target.trunk.lm_head_weight(self.draft_ids)

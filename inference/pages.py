@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.kv_append import is_prefix
 from ..kernels.kv_move import copy_pages
 from .prefix import PrefixCache
 
@@ -149,6 +150,8 @@ class KVPool:
     """Keys and values of every layer. Layer l: keys [heads, slots, D], values [heads, slots, Dv].
 
     The shape of a layer is learnt from the first keys it stores, so any family fits (GQA, MLA).
+    Values that are the first columns of the keys they come with are not stored again: `values` of
+    such a layer stays None, so that `keys` and `values` list every memory once.
 
     Args:
         num_layers: layers of the target and of the head together.
@@ -164,8 +167,10 @@ class KVPool:
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads,
-        N, width]."""
+        N, width]. Of values inside the keys it gives a view."""
         keys, values = self.keys[index], self.values[index]
+        if keys is not None and values is None:
+            return keys, keys[..., : v.shape[2]]
         if keys is None or values is None:
             make = torch.full if self.poison else _zeros
             keys = make(
@@ -174,13 +179,16 @@ class KVPool:
                 dtype=k.dtype,
                 device=k.device,
             )
+            self.keys[index] = keys
+            if is_prefix(v, k):
+                return keys, keys[..., : v.shape[2]]
             values = make(
                 (v.shape[0], self.num_slots, v.shape[2]),
                 float("nan"),
                 dtype=v.dtype,
                 device=v.device,
             )
-            self.keys[index], self.values[index] = keys, values
+            self.values[index] = values
         return keys, values
 
     @torch.inference_mode()

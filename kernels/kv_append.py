@@ -15,11 +15,20 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+def is_prefix(values: Tensor, keys: Tensor) -> bool:
+    """Whether values [H, N, Dv] are the first columns of keys [H, N, D] in the same memory, as they
+    are in attention on latents (`models.latent`)."""
+    if keys.is_meta:
+        return values._base is keys
+    return values.is_set_to(keys[..., : values.shape[-1]])
+
+
 def kv_append_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """The plain definition, see `kv_append`."""
     kept = slots >= 0
     keys[:, slots[kept]] = k[:, kept]
-    values[:, slots[kept]] = v[:, kept]
+    if not is_prefix(values, keys):
+        values[:, slots[kept]] = v[:, kept]
 
 
 def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -27,7 +36,8 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
 
     Args:
         keys: [Hk, S, D], values: [Hk, S, Dv]: a layer of the pool, S slots, unit stride in the last
-            dimension.
+            dimension. Values that are a view of the keys (`is_prefix`) are written with them, and v
+            is not read.
         k: [Hk, N, D], v: [Hk, N, Dv]: the rows, any strides. slots: [N] int, no slot twice, -1 for
             a row that is not stored (its k and v are not read).
     """
@@ -36,6 +46,7 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
         kv_append_reference(keys, values, k, v, slots)
         return
     heads, rows, width = k.shape
+    v = v[..., :0] if is_prefix(values, keys) else v
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     if rows:
         kv_append_kernel[(rows, heads)](
@@ -55,7 +66,7 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
             width,
             v.shape[2],
             BLOCK_D=power_of_two(width),
-            BLOCK_V=power_of_two(v.shape[2]),
+            BLOCK_V=power_of_two(max(1, v.shape[2])),
             num_warps=1,
         )
 

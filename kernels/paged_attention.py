@@ -15,6 +15,10 @@ for all of them. When a batch has few rows a sequence, the keys are cut at every
 and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed positions, so among
 batches of equal `most_rows` a sequence's sums do not depend on what runs beside it.
 
+Where the values are the first columns of the keys (attention on latents: DeepSeek's one key head of
+576, values of 512, up to 128 query heads) a tile of them is read once for scores and sums alike, and
+the columns behind are a second, narrow tile.
+
 Legend: B sequences, N rows in all, Hq = G * Hk query heads, S slots, P pages of the longest, D key
 width, Dv value width.
 """
@@ -29,6 +33,7 @@ from torch import Tensor
 
 from .causal_attention import causal_attention_reference
 from .jit import Kernel, interpreting, power_of_two, use_triton
+from .kv_append import is_prefix
 from .tree_attention import tree_attention_reference
 
 if TYPE_CHECKING:
@@ -121,7 +126,8 @@ def paged_attention(
 
     Args:
         q: [Hq, N, D], any strides. keys: [Hk, S, D], values: [Hk, S, Dv]: a layer of the pool, unit
-            stride in the last dimension; slots that no sequence sees are not read.
+            stride in the last dimension; slots that no sequence sees are not read. values may be a
+            view of the keys.
         rows: the batch. scaling: factor of the scores. window: a row sees at most this many keys,
             itself included; None = all. softcap: soft cap of the scores; None = none.
     Returns:
@@ -147,8 +153,10 @@ def paged_attention(
         partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         mass = torch.empty(splits, num_rows, heads, dtype=torch.float32, device=q.device)
     lines = rows.most_rows * group
+    inside = is_prefix(values, keys)
     wide = max(width, value_width) > 128
-    block_m = max(16, min(64, power_of_two(lines)))
+    tall = 64 if value_width <= 256 else 32  # else the sums alone fill the registers
+    block_m = max(16, min(tall, power_of_two(lines)))
     paged_attention_kernel[(-(-lines // block_m), batch, key_heads * splits)](
         q,
         keys,
@@ -178,14 +186,15 @@ def paged_attention(
         window,
         softcap,
         _SPAN if splits > 1 else None,
+        INSIDE=inside,
         GROUP=group,
         SPLITS=splits,
         EXACT=interpreting(),
         BLOCK_M=block_m,
         BLOCK_N=32 if wide else 64,
-        BLOCK_D=max(16, power_of_two(width)),
+        BLOCK_D=max(16, power_of_two(width - value_width * inside)),
         BLOCK_V=max(16, power_of_two(value_width)),
-        num_warps=8 if block_m == 64 else 4,
+        num_warps=8 if block_m == tall else 4,
         num_stages=2,
     )
     if mass is not None:
@@ -233,6 +242,7 @@ def paged_attention_kernel(
     window,
     softcap,
     span,
+    INSIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -244,7 +254,8 @@ def paged_attention_kernel(
     """BLOCK_M lines (row, head of the group) of one sequence against one piece of its keys.
 
     EXACT multiplies in float32 (the interpreter knows no bfloat16); else the products run in the
-    tensors' dtype and add in float32.
+    tensors' dtype and add in float32. INSIDE: the values are the keys' first columns; `column` then
+    counts the columns behind them.
     """
     sequence = tl.program_id(1).to(tl.int64)
     key_head = (tl.program_id(2) // SPLITS).to(tl.int64)
@@ -262,6 +273,15 @@ def paged_attention_kernel(
     position = length - count + line // GROUP
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
+    if INSIDE:
+        front = tl.load(
+            q + head[:, None] * q_head + row[:, None] * q_row + value_column[None, :],
+            alive[:, None] & (value_column < value_width)[None, :],
+            0.0,
+        ).to(tl.float32)
+        if not EXACT:
+            front = front.to(q.dtype.element_ty)
+        column += value_width
     query = tl.load(
         q + head[:, None] * q_head + row[:, None] * q_row + column[None, :],
         alive[:, None] & (column < width)[None, :],
@@ -299,7 +319,17 @@ def paged_attention_kernel(
         ).to(tl.float32)
         if not EXACT:
             key = key.to(keys.dtype.element_ty)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if INSIDE:
+            value = tl.load(
+                keys + key_head * keys_head + slot[:, None] * keys_slot + value_column[None, :],
+                exists[:, None] & (value_column < value_width)[None, :],
+                0.0,
+            ).to(tl.float32)
+            if not EXACT:
+                value = value.to(keys.dtype.element_ty)
+            score = tl.dot(front, tl.trans(value), score, input_precision="ieee")
+        score = score * scaling
         if softcap is not None:
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
         if ancestry is not None:
@@ -322,13 +352,18 @@ def paged_attention_kernel(
         weight = tl.exp(score - anchor[:, None])
         shrink = tl.exp(best - anchor)
         total = total * shrink + tl.sum(weight, 1)
-        value = tl.load(
-            values + key_head * values_head + slot[:, None] * values_slot + value_column[None, :],
-            exists[:, None] & (value_column < value_width)[None, :],
-            0.0,
-        ).to(tl.float32)
+        if not INSIDE:
+            value = tl.load(
+                values
+                + key_head * values_head
+                + slot[:, None] * values_slot
+                + value_column[None, :],
+                exists[:, None] & (value_column < value_width)[None, :],
+                0.0,
+            ).to(tl.float32)
+            if not EXACT:
+                value = value.to(values.dtype.element_ty)
         if not EXACT:
-            value = value.to(values.dtype.element_ty)
             weight = weight.to(values.dtype.element_ty)
         mixed = mixed * shrink[:, None] + tl.dot(weight, value, input_precision="ieee")
         best = peak

@@ -21,6 +21,7 @@ from .attention import AttentionContext
 from .decoder import DecoderStack, HubStack
 from .files import content_hash, read_json, sha256_file
 from .gguf import convert_gguf
+from .latent import use_latents
 from .lean import LeanStack
 from .norm import use_own_norms
 from .skeleton import implementations, text_config
@@ -43,8 +44,8 @@ class TargetConfig:
     folder: str = "work/target"
     """Where a GGUF file is converted to, once."""
     layers: str = "auto"
-    """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven
-    equal."""
+    """auto | lean | transformers: auto runs fused layers (Llama) and attention on latents (DeepSeek)
+    where the family has them, proven equal; lean insists on fused layers."""
     shape: dict[str, Any] = field(default_factory=dict)
     """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
     and `of`, the source that they describe. Nothing else reads it."""
@@ -146,6 +147,7 @@ class Target:
             norm, lm_head.
         eos_ids: every id that ends a turn (tokenizer, config and generation_config joined).
         spread: whether the layers lie in several places.
+        own_layers: whether layers may run in forms of ours, as a head's then do, too.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Target:
         trunk: Trunk,
         eos_ids: frozenset[int],
         spread: bool = False,
+        own_layers: bool = True,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -163,6 +166,7 @@ class Target:
         self.trunk = trunk
         self.eos_ids = eos_ids
         self.spread = spread
+        self.own_layers = own_layers
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = trunk.hidden_size
         self.vocab_size = trunk.vocab_size
@@ -188,15 +192,19 @@ class Target:
         if dtype == torch.float64:
             use_own_norms(model)
         trunk = Trunk.load(folder, dtype, device)
-        lean = LeanStack.supports(model_config) and config.layers != "transformers" and not placed
+        own = config.layers != "transformers" and not placed
+        lean = own and LeanStack.supports(model_config)
         if config.layers == "lean" and not lean:
             raise ValueError(
                 f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
                 "use auto"
             )
-        stack = LeanStack(model.get_decoder()) if lean else HubStack(model.get_decoder())
+        decoder = model.get_decoder()
+        if own and not lean:
+            use_latents(decoder)
+        stack = LeanStack(decoder) if lean else HubStack(decoder)
         ends = eos_ids(folder, model_config)
-        return cls(folder, model_config, stack, trunk, ends, bool(placed))
+        return cls(folder, model_config, stack, trunk, ends, bool(placed), own)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -101,10 +101,10 @@ def _norms(model: Size) -> None:
 
 def _pool(model: Size) -> tuple[Tensor, Tensor]:
     slots = 1 << 20
-    return (
-        _meta(model.key_heads, slots, model.key_width),
-        _meta(model.key_heads, slots, model.value_width),
-    )
+    keys = _meta(model.key_heads, slots, model.key_width)
+    if model.inside:
+        return keys, keys[..., : model.value_width]
+    return keys, _meta(model.key_heads, slots, model.value_width)
 
 
 def _cache(model: Size) -> None:
@@ -124,9 +124,9 @@ def _cache(model: Size) -> None:
 
 def _attention(model: Size) -> None:
     keys, values = _pool(model)
-    # Decode (once: it is verification with fewer lines), verification in pieces, prompt.
+    # Decode (once a form: it is verification with fewer lines), verification in pieces, prompt.
     workloads = ((1, 512), (4, 32768), (512, 2048))
-    for rows, longest in workloads if model is SIZES[0] else workloads[1:]:
+    for rows, longest in workloads if model is SIZES[0] or model.inside else workloads[1:]:
         batch = PagedRows(
             _integers(9), _integers(8), _meta(8, 2048, dtype=torch.int32), 16, rows, longest
         )
@@ -198,6 +198,8 @@ class Size:
     vocabulary: int
     window: int | None = None
     softcap: float | None = None
+    inside: bool = False
+    """The values are the keys' first columns."""
 
 
 SIZES = (
@@ -207,6 +209,12 @@ SIZES = (
 )
 CAPPED = Size("Gemma-2-2B", 2304, 8, 4, 256, 256, 256000, window=4096, softcap=50.0)
 """A model with a window and soft caps, for the ops that know them."""
+LATENTS = (
+    Size("DeepSeek-V2-Lite, latents", 2048, 16, 1, 576, 512, 102400, inside=True),
+    Size("DeepSeek-V3, latents", 7168, 128, 1, 576, 512, 129280, inside=True),
+)
+"""Attention on latents, for the ops of the pool: one key head whose first columns are the
+values."""
 OPS: tuple[Callable[[Size], None], ...] = (
     _norms,
     _cache,
@@ -301,9 +309,14 @@ def _usage(said: str) -> tuple[int, int]:
 def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
     """Compile all cases for all cards; a launch that several cases share is compiled once."""
     found, seen = [], set()
-    for size in (*SIZES, CAPPED):
+    cases = [(size, OPS) for size in SIZES]
+    cases += [
+        (CAPPED, (_attention, _training)),
+        *((size, (_cache, _attention)) for size in LATENTS),
+    ]
+    for size, ops in cases:
         with recorded() as launches:
-            for op in (_attention, _training) if size is CAPPED else OPS:
+            for op in ops:
                 op(size)
         for launch in launches:
             key = repr((launch.num_warps, _specialise(launch.kernel.built, launch.arguments)))

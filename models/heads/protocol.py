@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionContext
+from ..latent import use_latents
 from ..lean import LeanStack
 from ..trunk import Trunk
 from .config import HeadConfig, RecycleSpec
@@ -116,13 +117,18 @@ class Head(nn.Module):
         return self
 
     def for_inference(
-        self, dtype: torch.dtype, device: torch.device, lean: bool = True
+        self, dtype: torch.dtype, device: torch.device, own: bool = True
     ) -> HeadFunction:
         """The engine's form of these very weights: the same function, no gradient.
 
-        Llama-family layers run lean; others run the module itself in `dtype`.
+        With `own`, Llama-family layers run lean and DeepSeek's on latents; others run the module
+        itself in `dtype`.
         """
         copy = type(self)(self.config, self.target_config, self.draft_vocab_size)
         copy.load_state_dict({name: value.detach() for name, value in self.state_dict().items()})
         copy = copy.to(device, dtype).eval().requires_grad_(False)
-        return copy.lean() if lean and LeanStack.supports(self.target_config) else copy
+        if own and LeanStack.supports(self.target_config):
+            return copy.lean()
+        if own:
+            use_latents(copy)
+        return copy

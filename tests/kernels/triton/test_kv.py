@@ -45,6 +45,18 @@ def test_rows_go_to_their_slots_and_nowhere_else(rows: int, width: int, value_wi
         assert _same(one, other)
 
 
+def test_values_inside_the_keys_are_written_with_them():
+    """Only the keys are; what is given as values is not read, nor the columns behind touched."""
+    pools = [torch.full((1, 40, 24), NAN, dtype=torch.bfloat16) for _ in range(2)]
+    k, unread = torch.randn(1, 7, 20).bfloat16(), torch.full((1, 7, 9), NAN).bfloat16()
+    places = torch.randperm(40)[:7]
+    for pool, append in zip(pools, (kv_append, kv_append_reference), strict=True):
+        keys = pool[..., :20]
+        append(keys, keys[..., :9], k, unread, places)
+        assert torch.equal(keys[:, places], k) and bool(pool[..., 20:].isnan().all())
+    assert _same(*pools)
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32])
 def test_pages_are_copied_whole(page_size: int):
     """Odd page sizes, ids in any order."""

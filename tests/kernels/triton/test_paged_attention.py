@@ -48,6 +48,22 @@ CASES: dict[str, dict[str, Any]] = {
         window=9,
         softcap=3.0,
     ),
+    "values inside the keys, decode, odd widths": dict(
+        counts=[1, 1, 1], lengths=[7, 1, 33], heads=(20, 1), widths=(37, 21), inside=True
+    ),
+    "values inside the keys, verify in pieces": dict(
+        counts=[4, 0, 3], lengths=[70, 1, 133], heads=(16, 1), widths=(24, 16), span=64, inside=True
+    ),
+    "values inside the keys, prompt chunk, window, soft cap": dict(
+        counts=[40, 1, 33],
+        lengths=[70, 1, 133],
+        heads=(4, 2),
+        widths=(40, 32),
+        page_size=5,
+        window=9,
+        softcap=3.0,
+        inside=True,
+    ),
     "whole prompts": dict(counts=[40, 1, 73], lengths=[40, 1, 73], heads=(2, 1), widths=(16, 16)),
 }
 
@@ -59,6 +75,7 @@ def _batch(
     widths: tuple[int, int],
     page_size: int = 4,
     dtype: torch.dtype = torch.float32,
+    inside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
     """Random rows over randomly scattered pages; everything that must not be read is NaN, and page
     ids that must not be read are nonsense."""
@@ -78,6 +95,8 @@ def _batch(
         for tensor in (keys, values):
             shape = (heads[1], length, tensor.shape[2])
             tensor[:, places] = torch.randn(*shape, generator=generator).to(dtype)
+    if inside:
+        values = keys[..., : widths[1]]
     starts = torch.tensor([0, *counts]).cumsum(0)
     q = torch.randn(int(starts[-1]), heads[0], widths[0], generator=generator).to(dtype)
     rows = PagedRows(starts, torch.tensor(lengths), pages, page_size, max(counts), max(lengths))
