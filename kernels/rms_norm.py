@@ -7,21 +7,28 @@ share.
 
 Statistics in at least float32; the normed value is rounded to x's dtype before the weight, as
 transformers' Llama does. PyTorch's own `rms_norm` is a dozen small calls on a CPU, which in a
-decode pass of a small target are a tenth of the time; this is half of them. On a GPU one program
-takes one row.
+decode pass of a small target are a tenth of the time; this is half of them, and one where the C++
+form can be built (`native`). On a GPU one program takes one row.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .jit import Kernel, power_of_two, use_triton, warps_for
+from .native import INTEGER, POINTER, SMALL, TYPES, Native
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+_NATIVE = Native(
+    "rms_norm",
+    {"rms_norm": [SMALL, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, ctypes.c_double]},
+)
 
 # Programs of a backward pass; each adds up its rows' part of dw, and the parts are summed in order.
 _PARTS = 256
@@ -44,11 +51,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if use_triton(x):
         return _launch(x, weight, eps)
+    if _NATIVE.serves(x) and weight.dtype == x.dtype and x.dim() == 2:
+        return _native(x, weight, eps)
     accurate = torch.promote_types(x.dtype, torch.float32)
     scale = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=accurate)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = (x * scale).to(x.dtype)  # promoted to `accurate` by the product
     return normed.mul_(weight)
+
+
+def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library = _NATIVE.library
+    assert library is not None
+    library.rms_norm(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        eps,
+    )
+    return out
 
 
 def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
