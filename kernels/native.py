@@ -37,6 +37,8 @@ _FLAGS = (
     "-std=c++17 -O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math "
     "-fassociative-math -fno-signed-zeros"
 ).split()
+if platform.machine() in ("x86_64", "AMD64"):
+    _FLAGS.append("-mprefer-vector-width=512")
 
 
 class Native:

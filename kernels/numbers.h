@@ -30,7 +30,7 @@ inline void narrow(float x, bf16& to) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    to.bits = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;  // NaN stays NaN
+    to.bits = x != x ? 0x7fc0 : rounded;  // NaN stays NaN
 }
 
 // exp for x <= 0 in a form that compilers turn into vectors; within 2 units of float32.

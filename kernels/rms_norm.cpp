@@ -7,8 +7,8 @@ static void run(const T* x, int64_t stride, const T* weight, T* y, int64_t n, in
                 double eps) {
 #pragma omp parallel for schedule(static) if (n * size > 65536)
     for (int64_t row = 0; row < n; row++) {
-        const T* in = x + row * stride;
-        T* out = y + row * size;
+        const T* __restrict in = x + row * stride;
+        T* __restrict out = y + row * size;
         wide<T> sum = 0;
         for (int64_t i = 0; i < size; i++) sum += widen(in[i]) * widen(in[i]);
         const wide<T> scale = 1 / std::sqrt(sum / size + wide<T>(eps));
