@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..kernels import few_rows
 from ..kernels.causal_attention import causal_attention
 from ..kernels.jit import use_triton
 from ..kernels.kv_append import is_prefix, kv_append
@@ -127,6 +128,17 @@ class Batch:
             _slots_of(sequence, length, self.tokens.device)
             for sequence, length in zip(self.sequences, self.lengths, strict=True)
         ]
+
+    @cached_property
+    def with_many(self) -> list[int]:
+        """The sequences of more rows than `few_rows` takes."""
+        pairs = enumerate(itertools.pairwise(self.starts))
+        return [index for index, (first, end) in pairs if end - first > few_rows.MOST]
+
+    @property
+    def has_few(self) -> bool:
+        """Whether any sequence has few rows."""
+        return len(self.with_many) < len(self.sequences)
 
     @cached_property
     def paged(self) -> PagedRows:
@@ -251,6 +263,8 @@ class PagedContext:
             )
             return out[None]
         inside = is_prefix(values, keys)
+        if few_rows.serves(k) and batch.trees is None and not inside:
+            return self._few_and_many(q[0], k[0], v[0], keys, values, scaling, window, softcap)
         if isinstance(batch.write, slice):
             keys[:, batch.write] = k[0]
             if not inside:
@@ -270,3 +284,31 @@ class PagedContext:
                 out = tree_attention(*seen, ancestry, scaling, window, softcap)
             parts.append(out.transpose(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _few_and_many(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Sequences of few rows in one call, each of the others by itself."""
+        batch = self.batch
+        kv_append(keys, values, k, v, batch.slots)
+        if batch.has_few:
+            out = few_rows.few_rows_attention(
+                q, keys, values, batch.paged, scaling=scaling, window=window, softcap=softcap
+            )
+        else:
+            out = q.new_empty(q.shape[1], q.shape[0], values.shape[2])
+        for index in batch.with_many:
+            rows, read = slice(batch.starts[index], batch.starts[index + 1]), batch.reads[index]
+            part = causal_attention(
+                q[:, rows], keys[:, read], values[:, read], scaling, window, softcap
+            )
+            out[rows] = part.transpose(0, 1)
+        return out[None]

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .jit import Kernel, power_of_two, use_triton
+from .native import INTEGER, POINTER, Native
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+_NATIVE = Native(
+    "kv_append",
+    {
+        "kv_append": [POINTER, INTEGER, INTEGER, POINTER]
+        + [INTEGER, INTEGER, POINTER]
+        + [INTEGER] * 3
+    },
+)
 
 
 def is_prefix(values: Tensor, keys: Tensor) -> bool:
@@ -43,6 +54,10 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
     """
     assert k.shape[:2] == v.shape[:2] and slots.shape[0] == k.shape[1]
     if not use_triton(keys):
+        if _NATIVE.serves(keys):
+            for pool, new in ((keys, k), (values, v)):
+                _store(pool, new, slots)
+            return
         kv_append_reference(keys, values, k, v, slots)
         return
     heads, rows, width = k.shape
@@ -69,6 +84,25 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
             BLOCK_V=power_of_two(max(1, v.shape[2])),
             num_warps=1,
         )
+
+
+def _store(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    slots = slots.long().contiguous()
+    size, library = pool.element_size(), _NATIVE.library
+    assert library is not None and pool.stride(2) == 1 and rows.dtype == pool.dtype
+    library.kv_append(
+        pool.data_ptr(),
+        pool.stride(0) * size,
+        pool.stride(1) * size,
+        rows.data_ptr(),
+        rows.stride(0) * size,
+        rows.stride(1) * size,
+        slots.data_ptr(),
+        rows.shape[1],
+        rows.shape[0],
+        rows.shape[2] * size,
+    )
 
 
 @Kernel

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.packed_linear import PackedLinear
+from ..kernels.packed_linear import GatedLinear, PackedLinear
+from ..kernels.rotary import rotate
 from .attention import AttentionContext
 from .norm import own_norm
 
@@ -39,14 +40,13 @@ class LeanLayer:
             torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         )
         self.o = PackedLinear(attention.o_proj.weight)
-        self.gate = PackedLinear(mlp.gate_proj.weight)
-        self.up = PackedLinear(mlp.up_proj.weight)
+        self.gated = GatedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
         self.down = PackedLinear(mlp.down_proj.weight)
         self.input_norm = _inference_norm(layer.input_layernorm)
         self.mlp_norm = _inference_norm(layer.post_attention_layernorm)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """x [N, H], cos and sin [N, 1, D] (sin with the first half negated) -> [N, H]."""
+        """x [N, H], cos and sin [N, D] (sin with the first half negated) -> [N, H]."""
         return self.after(self.input_norm(x), x, cos, sin, context)
 
     def after(
@@ -55,17 +55,16 @@ class LeanLayer:
         """The layer after its input norm: attention reads `read` [N, H] (or wider, where its
         projections are), x [N, H] is the residual -> [N, H]."""
         heads = self.qkv(read).view(x.shape[0], -1, self.head_dim)
-        turned = heads[:, : self.q_heads + self.kv_heads]
-        half = self.head_dim // 2
-        swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
-        turned = turned * cos + swapped * sin
-        q = turned[:, : self.q_heads].transpose(0, 1)[None]
-        k = turned[:, self.q_heads :].transpose(0, 1)[None]
-        v = heads[:, self.q_heads + self.kv_heads :].transpose(0, 1)[None]
+        turned = self.q_heads + self.kv_heads
+        rotate(heads[:, :turned], cos, sin)
+        q, k, v = (
+            part.transpose(0, 1)[None]
+            for part in heads.split((self.q_heads, self.kv_heads, self.kv_heads), 1)
+        )
         mixed = context.attend(self.index, q, k, v, scaling=self.scaling, window=None, softcap=None)
         x = self.o(mixed.reshape(x.shape[0], -1), "add", x)
         h = self.mlp_norm(x)
-        return self.down(self.up(h, "mul", self.gate(h, "silu")), "add", x)
+        return self.down(self.gated(h), "add", x)
 
 
 class LeanStack:
@@ -113,12 +112,12 @@ class LeanStack:
 
 
 def lean_rotary(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [N, 1, D] of the family's own rotary module, the first half of sin negated for a
+    """cos and sin [N, D] of the family's own rotary module, the first half of sin negated for a
     swap of halves."""
     cos, sin = rotary(like[None], positions[None])
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
-    return cos[0][:, None], sin[:, None]
+    return cos[0], sin
 
 
 def _inference_norm(module: nn.Module) -> nn.Module:

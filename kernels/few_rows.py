@@ -1,0 +1,101 @@
+"""Attention of a few rows a sequence over the pages, on a CPU: the decode and verify rows of a
+whole batch in one call.
+
+The function is that of `causal_attention` for every sequence, read through its page table as in
+`paged_attention`; scores, softmax and sums are float32 (float64 for float64 tensors) and rounded
+once. A loop over the sequences in Python costs more than the arithmetic. Sequences of more rows
+than `MOST` are left to matrix products (`causal_attention`). There is no plain form: the definition
+is `paged_attention_reference`, and a machine without a compiler loops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from .native import POINTER, SMALL, TYPES, Native
+from .paged_attention import PagedRows
+
+MOST = 16
+"""Rows of a sequence that one call takes."""
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` in few_rows.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "pages")),
+        *((name, ctypes.c_int64) for name in ("batch", "table", "page_size")),
+        *((name, ctypes.c_int64) for name in ("heads", "key_heads", "width", "value_width")),
+        *((name, ctypes.c_int64) for name in ("q_head", "q_row", "keys_head", "keys_slot")),
+        *((name, ctypes.c_int64) for name in ("values_head", "values_slot")),
+        *((name, ctypes.c_double) for name in ("scaling", "softcap")),
+        *((name, ctypes.c_int64) for name in ("window", "most")),
+    ]
+
+
+_NATIVE = Native("few_rows", {"attend": [SMALL, POINTER, POINTER, POINTER, POINTER, POINTER]})
+
+
+def serves(like: Tensor) -> bool:
+    """Whether `few_rows_attention` can be called with tensors like this one."""
+    return _NATIVE.serves(like)
+
+
+def few_rows_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PagedRows,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of all sequences with at most `MOST` rows.
+
+    Args:
+        q: [Hq, N, D], keys: [Hk, S, D], values: [Hk, S, Dv], one dtype, unit stride in the last
+            dimension. rows: the batch, on the CPU. scaling, window, softcap: see
+            `causal_attention`.
+    Returns:
+        [N, Hq, Dv]; the rows of longer sequences are not written.
+    """
+    assert q.dtype == keys.dtype == values.dtype
+    assert q.stride(2) == keys.stride(2) == values.stride(2) == 1
+    heads, num_rows, width = q.shape
+    value_width = values.shape[2]
+    out = q.new_empty(num_rows, heads, value_width)
+    shape = _Shape(
+        rows.starts.data_ptr(),
+        rows.lengths.data_ptr(),
+        rows.pages.data_ptr(),
+        *rows.pages.shape,
+        rows.page_size,
+        heads,
+        keys.shape[0],
+        width,
+        value_width,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        scaling,
+        softcap or 0.0,
+        window or 0,
+        MOST,
+    )
+    library = _NATIVE.library
+    assert library is not None
+    library.attend(
+        TYPES[q.dtype],
+        q.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        ctypes.addressof(shape),
+    )
+    return out

