@@ -74,7 +74,7 @@ class Overlapped(Synchronous):
             return outputs
         if not all(sequence.finished for sequence in sequences):
             with self.metrics.timed("refill"):
-                true_rows, chosen = batch.keep([row[0] + 1 for row in table])
+                true_rows, chosen = batch.keep([list(range(row[0] + 1)) for row in table])
                 true_states = {boundary: rows[chosen] for boundary, rows in states.items()}
                 drafter.observe(true_rows, true_states, [row[1] for row in table])
         return outputs

@@ -158,7 +158,7 @@ class Synchronous:
     def _compute(self, batch: Batch, parts: int = 1) -> tuple[dict[int, Tensor], Tensor]:
         """The target over a batch, in `parts` passes: raw states [N, H] of the drafter's boundaries
         and of L, and the final-normed ones [N, H]."""
-        if parts == 2 and len(batch.sequences) > 1:
+        if parts == 2 and len(batch.sequences) > 1 and batch.trees is None:
             passes = [self._compute(half)[0] for half in batch.halves()]
             raw = {key: torch.cat([one[key] for one in passes]) for key in passes[0]}
         else:

@@ -15,10 +15,11 @@ from ..kernels.kv_move import compact_paths
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool
-from .sampler import check_finite, probabilities
+from .processors import Row, row_logits
+from .sampler import check_finite, laws
 from .sequence import Lead, Sequence
 from .tree import depths_of, rows_of
-from .verifier import Verdict
+from .verifier import Verdict, note_logprobs
 
 
 def verify_trees(
@@ -31,17 +32,12 @@ def verify_trees(
         ValueError: logits that are not finite.
     """
     check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
-    laws: dict[int, Tensor] = {}
-    for index, sequence in enumerate(sequences):
-        if not sequence.params.greedy:
-            rows = logits[batch.starts[index] : batch.starts[index + 1]]
-            laws[index] = probabilities(rows, sequence.params)
+    raw, texts = logits, _texts(sequences, proposals)
+    if any(sequence.params.edits_logits for sequence in sequences):
+        logits = row_logits(raw, texts)
     target = None
-    if laws:
-        like = next(iter(laws.values()))
-        target = torch.zeros(logits.shape, dtype=like.dtype, device=like.device)
-        for index, law in laws.items():
-            target[batch.starts[index] : batch.starts[index + 1]] = law
+    if not all(sequence.params.greedy for sequence in sequences):
+        target = laws(logits, [row.sequence.params for row in texts])
     trees = _trees(batch, sequences, proposals, target)
     paths, following = accept_trees(trees, logits.argmax(-1), target)
     kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
@@ -51,7 +47,9 @@ def verify_trees(
             top, second = logits[batch.starts[index]].topk(2).values.tolist()
             sequence.leads.append(Lead(top, top - second))
         elif sequence.params.coupled and not sequence.params.greedy:
-            path, token = _coupled(sequence, proposals[index], laws[index])
+            assert target is not None
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            path, token = _coupled(sequence, proposals[index], target[rows])
             verdict.kept[index], verdict.following[index] = path, token
     for sequence, token in zip(sequences, verdict.following, strict=True):
         if token < 0:
@@ -59,7 +57,21 @@ def verify_trees(
                 f"request {sequence.id!r}: cannot sample, a row's law has no mass; the logits hold "
                 "NaN or infinity"
             )
+    drafts = [proposal.tokens for proposal in proposals]
+    note_logprobs(sequences, drafts, batch.starts, verdict, raw)
     return verdict
+
+
+def _texts(sequences: list[Sequence], proposals: list[Proposal]) -> list[Row]:
+    """What every row follows: its sequence's text and the drafts on the way to it."""
+    rows = []
+    for sequence, proposal in zip(sequences, proposals, strict=True):
+        paths: list[list[int]] = [[]]
+        parents = rows_of(proposal.parents, len(proposal.tokens))
+        for token, parent in zip(proposal.tokens, parents[1:], strict=True):
+            paths.append([*paths[parent], token])
+        rows += [Row(sequence, path) for path in paths]
+    return rows
 
 
 def _trees(
@@ -72,7 +84,7 @@ def _trees(
     tokens = torch.zeros(count, most, dtype=torch.int64)
     uniforms = torch.zeros(count, most, dtype=torch.float64)
     law_rows = torch.full((count, most), -1, dtype=torch.int64)
-    laws: list[Tensor] = []
+    drafted_laws: list[Tensor] = []
     ids: Tensor | None = None
     walked, drawn, height, used = [], [], 1, 0
     for index, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
@@ -89,7 +101,7 @@ def _trees(
             inner = sorted(set(rows[1:]))
             law_rows[index, inner] = torch.arange(used, used + len(inner))
             used += len(inner)
-            laws.append(proposal.law.probabilities)
+            drafted_laws.append(proposal.law.probabilities)
             ids = proposal.law.ids
     columns = None
     if ids is not None and target is not None:
@@ -104,8 +116,8 @@ def _trees(
         torch.tensor(drawn, device=device),
         uniforms.to(device),
         height,
-        torch.cat(laws) if laws else None,
-        law_rows.to(device) if laws else None,
+        torch.cat(drafted_laws) if drafted_laws else None,
+        law_rows.to(device) if drafted_laws else None,
         columns,
     )
 
@@ -148,9 +160,6 @@ def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int
     )
     pages = batch.paged.pages[torch.tensor(moved, device=device)]
     for layer in range(num_layers):
-        keys, values = pool.keys[layer], pool.values[layer]
-        assert keys is not None and values is not None
-        page_size = batch.paged.page_size
-        compact_paths(keys, pages, page_size, first, path)
-        if values.data_ptr() != keys.data_ptr():  # values may be a part of the keys
-            compact_paths(values, pages, page_size, first, path)
+        for tensor in (pool.keys[layer], pool.values[layer]):
+            if tensor is not None:  # values may be a part of the keys
+                compact_paths(tensor, pages, batch.paged.page_size, first, path)

@@ -72,6 +72,7 @@ class ScriptedTrees:
     name = "scripted"
     num_layers = 0
     boundaries = ()
+    lookahead = 0
     parents = (-1, -1, 0, 0, 1, 3, 4)
 
     def __init__(self, answers: Answers, rounds: list[int], vocabulary: int) -> None:
