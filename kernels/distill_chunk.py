@@ -14,25 +14,33 @@ Legend: M student rows, T teacher rows, V columns of the head.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiled import Compiled, use_compiled
 from .jit import Kernel, power_of_two, use_triton
+from .native import INTEGER, POINTER, SMALL, TYPES, Native
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _BLOCK = 4096
-_WIDE = 4096  # columns
-_CACHE = 1 << 22  # bytes of student logits that a core's own cache holds beside the rest
 
 
-def wide_enough(logits: Tensor) -> bool:
-    """Whether a C++ form pays: below, a training run of minutes hardly gains seconds."""
-    return logits.shape[-1] >= _WIDE
+NATIVE = Native(
+    "distill_chunk",
+    {
+        "distill_chunk": [SMALL, *[POINTER] * 3, *[INTEGER] * 3]
+        + [ctypes.c_double, ctypes.c_double, SMALL, *[POINTER] * 6]
+    },
+)
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether the C++ form takes such logits; float64 keeps the plain form."""
+    return logits.dtype != torch.float64 and NATIVE.serves(logits)
 
 
 class ChunkFigures(NamedTuple):
@@ -92,8 +100,8 @@ def distill_chunk(
     Returns:
         The figures of each row.
     """
-    if use_compiled(students, wide_enough(students)):
-        return _compiled(students, teachers, rows, float(logit_scale), softcap, with_gradient)
+    if serves(students):
+        return _native(students, teachers, rows, float(logit_scale), softcap, with_gradient)
     if not use_triton(students):
         return distill_chunk_reference(
             students,
@@ -127,7 +135,7 @@ def distill_chunk(
     return ChunkFigures(cross, kl, acceptance, tops[0], tops[1])
 
 
-def _compiled(
+def _native(
     students: Tensor,
     teachers: Tensor,
     rows: Tensor,
@@ -135,63 +143,34 @@ def _compiled(
     softcap: float | None,
     with_gradient: bool,
 ) -> ChunkFigures:
-    """The C++ form: a slice of rows that stays in the processor's cache is read for its sums and,
-    while it is there, again for figures and gradient."""
-    size = students.shape[1] * students.element_size()
-    most = max(1, torch.get_num_threads() * _CACHE // size)
-    log_t, top_t = (
-        torch.cat(parts)
-        for parts in zip(
-            *(_sums(part, logit_scale, softcap) for part in teachers.split(most)), strict=True
-        )
+    assert students.is_contiguous() and teachers.is_contiguous()
+    (count, size), num_teachers = students.shape, teachers.shape[0]
+    accurate = torch.promote_types(students.dtype, torch.float32)
+    cross, kl, acceptance = torch.empty(3, count, dtype=accurate)
+    log_sums = torch.empty(num_teachers, dtype=accurate)
+    top, teacher_top = (torch.empty(n, dtype=torch.int64) for n in (count, num_teachers))
+    rows = rows.contiguous()
+    library = NATIVE.library
+    assert library is not None
+    library.distill_chunk(
+        TYPES[students.dtype],
+        students.data_ptr(),
+        teachers.data_ptr(),
+        rows.data_ptr(),
+        count,
+        num_teachers,
+        size,
+        logit_scale,
+        softcap or 0.0,
+        with_gradient,
+        log_sums.data_ptr(),
+        teacher_top.data_ptr(),
+        cross.data_ptr(),
+        kl.data_ptr(),
+        acceptance.data_ptr(),
+        top.data_ptr(),
     )
-    figures = []
-    for part, index in zip(students.split(most), rows.split(most), strict=True):
-        log_z, top = _sums(part, logit_scale, softcap)
-        compared = _compare(
-            part, teachers, index, log_z, log_t, logit_scale, softcap, with_gradient
-        )
-        figures.append((*compared, top))
-    cross, kl, acceptance, top = (torch.cat(parts) for parts in zip(*figures, strict=True))
-    return ChunkFigures(cross, kl, acceptance, top.long(), top_t[rows].long())
-
-
-@Compiled
-def _sums(logits: Tensor, logit_scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """logsumexp and first argmax of every row."""
-    z = logits.float() * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    best = z.amax(-1, keepdim=True)
-    mass = (z - best).exp().sum(-1)
-    # An argmax is not vectorised; the least of the columns that hold the maximum is.
-    column = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
-    return best.squeeze(-1) + mass.log(), torch.where(z == best, column, z.shape[-1] - 1).amin(-1)
-
-
-@Compiled
-def _compare(
-    students: Tensor,
-    teachers: Tensor,
-    rows: Tensor,
-    log_z: Tensor,
-    log_t: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """cross, kl and acceptance from the sums of both sides; the gradient over the logits."""
-    z, t = students.float() * logit_scale, teachers[rows].float() * logit_scale
-    if softcap is not None:
-        z, t = softcap * torch.tanh(z / softcap), softcap * torch.tanh(t / softcap)
-    log_p, log_q = t - log_t[rows][:, None], z - log_z[:, None]
-    p, q = log_p.exp(), log_q.exp()
-    cross, kl = -(p * log_q).sum(-1), (p * (log_p - log_q)).sum(-1)
-    acceptance = torch.minimum(p, q).sum(-1)
-    if with_gradient:
-        slope = q - p
-        students.copy_(slope if softcap is None else slope * (1 - (z / softcap).square()))
-    return cross, kl, acceptance
+    return ChunkFigures(cross, kl, acceptance, top, teacher_top[rows])
 
 
 @Kernel

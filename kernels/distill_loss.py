@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .compiled import use_compiled
-from .distill_chunk import distill_chunk, wide_enough
+from .distill_chunk import distill_chunk, serves
 from .jit import use_triton
 from .logit_chunks import Readout, Workspace, default_rows, row_chunks, top_columns
 from .losses import STATES, LossConfig, Pair, mix, parse, smooth_l1
@@ -196,7 +195,7 @@ def _forward(
     finish = of_teacher.scale, of_teacher.softcap
     fused = plain and full_head is None and finish == (of_student.scale, of_student.softcap)
     like = of_teacher.head.new_empty(0, num_columns)
-    fused = fused and (use_compiled(like, wide_enough(like)) or use_triton(like))
+    fused = fused and (serves(like) or use_triton(like))
 
     def pull(final: Tensor, rows: Tensor, states: Tensor) -> None:
         """Gradients of states and head from that of the raw logits, but for its factors."""

@@ -4,8 +4,8 @@ A machine without Triton imports every op and runs the plain form. `DRAFTSMITH_K
 the first op runs, picks:
 
     auto        the plain form, until the kernels have run on a GPU (none has; see docs/kernels.md);
-                on a CPU some ops have a form in C++ (`compiled`)
-    compiled    that form for every size of rows, or an error that says what is missing
+                on a CPU some ops have a form in C++ (`native`), where a compiler is there
+    compiled    that form, or an error that says what is missing
     reference   the plain form everywhere
     triton      Triton, or an error that says what is missing (TRITON_INTERPRET=1 runs it on a CPU)
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .compiled import Compiled, use_compiled
 from .jit import Kernel, power_of_two, use_triton, warps_for
 from .native import INTEGER, POINTER, SMALL, TYPES, Native
 
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
 
 _NATIVE = Native(
     "rms_norm",
-    {"rms_norm": [SMALL, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, ctypes.c_double]},
+    {
+        "rms_norm": [SMALL, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, ctypes.c_double],
+        "rms_norm_backward": [SMALL, *[POINTER] * 5, INTEGER, INTEGER, ctypes.c_double, INTEGER],
+    },
 )
 
 # Programs of a backward pass; each adds up its rows' part of dw, and the parts are summed in order.
 _PARTS = 256
-# Elements from which a C++ form repays its compilation: a training batch, not a decode pass.
-_MANY = 1 << 20
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,20 +54,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)
-    return _forward(x, weight, eps, False)
+    return _forward(x, weight, eps)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float, training: bool) -> Tensor:
-    if use_triton(x):
-        return (
-            _launch(x, weight, eps)
-            if x.dim() == 2
-            else _launch(x.flatten(0, -2), weight, eps).view(x.shape)
-        )
-    if _NATIVE.serves(x) and weight.dtype == x.dtype and x.dim() == 2:
-        return _native(x, weight, eps)
-    if training and use_compiled(x, x.numel() >= _MANY):
-        return _forward_fused(x, weight, eps)
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    own = _NATIVE.serves(x) and weight.dtype == x.dtype
+    if own or use_triton(x):
+        form = _native if own else _launch
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        return form(rows, weight, eps).view(x.shape)
     accurate = torch.promote_types(x.dtype, torch.float32)
     scale = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=accurate)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -82,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _forward(x, weight, eps, True)
+        return _forward(x, weight, eps)
 
     @staticmethod
     @once_differentiable
@@ -91,8 +86,8 @@ class _RMSNorm(torch.autograd.Function):
         rows, slope = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         if use_triton(x):
             dx, dw = norm_backward(rows.contiguous(), weight, slope.contiguous(), ctx.eps)
-        elif use_compiled(x, x.numel() >= _MANY):
-            dx, dw = _backward_fused(rows, weight, slope, ctx.eps)
+        elif _NATIVE.serves(x) and weight.dtype == x.dtype == grad.dtype:
+            dx, dw = _backward_native(rows, weight, slope, ctx.eps)
         else:
             dx, dw = _backward_plain(rows, weight, slope, ctx.eps)
         return dx.view(x.shape), dw, None
@@ -109,8 +104,16 @@ def _backward_plain(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tupl
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 
-_backward_fused = Compiled(_backward_plain)
-_forward_fused = Compiled(rms_norm_reference)
+def _backward_native(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    (rows, size), count = x.shape, torch.get_num_threads()
+    x, weight, grad = x.contiguous(), weight.contiguous(), grad.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    parts = torch.empty(count, size, dtype=torch.promote_types(x.dtype, torch.float32))
+    pointers = [one.data_ptr() for one in (x, weight, grad, dx, parts)]
+    library = _NATIVE.library
+    assert library is not None
+    library.rms_norm_backward(TYPES[x.dtype], *pointers, rows, size, eps, count)
+    return dx, parts.sum(0).to(weight.dtype)
 
 
 def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,18 +12,26 @@ arXiv 2307.08691, algorithm 2). The chain's share is elementwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import ctypes
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .compiled import Compiled, use_compiled
+from .native import INTEGER, POINTER, SMALL, TYPES, Native
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_MANY = 1 << 20  # elements of q from which the chain's C++ form repays its compilation
+_STRIDED = [POINTER, INTEGER, INTEGER]
+_NATIVE = Native(
+    "ttt_chain",
+    {
+        "chain_scores": [SMALL, *[INTEGER] * 4, *_STRIDED * 2, POINTER, ctypes.c_double],
+        "chain_pull": [SMALL, *[INTEGER] * 4, *_STRIDED * 4, *[POINTER] * 5, ctypes.c_double],
+    },
+)
+_WIDEST = 512  # columns of a head that the C++ form holds
 
 
 def flash_serves(q: Tensor, v0: Tensor, window: int | None, softcap: float | None) -> bool:
@@ -55,23 +63,43 @@ def _documents(bounds: tuple[int, ...], *tensors: Tensor) -> Iterator[list[Tenso
 
 def _scores(q: Tensor, chain_k: Sequence[Tensor], scaling: float) -> Tensor:
     """[k, Hq, N] in at least float32: each query with its own chain's keys."""
-    grouped = q.unflatten(0, (chain_k[0].shape[0], -1))
-    score = _pick(_score, q)
-    return torch.stack([score(grouped, key, scaling).flatten(0, 1) for key in chain_k])
+    if _native(q, *chain_k):
+        out = torch.empty(len(chain_k), *q.shape[:2], dtype=_wide(q))
+        library = _NATIVE.library
+        assert library is not None
+        for scores, key in zip(out, chain_k, strict=True):
+            places = [*_place(q), *_place(key), scores.data_ptr()]
+            library.chain_scores(*_sizes(q, key), *places, scaling)
+        return out
+    grouped = _grouped(q, chain_k[0])
+    return torch.stack([(grouped * key[:, None]).sum(-1).flatten(0, 1) for key in chain_k]).mul_(
+        scaling
+    )
 
 
-def _pick(form: Compiled, like: Tensor) -> Callable[..., Any]:
-    return form if use_compiled(like, like.numel() >= _MANY) else form.function
+def _native(*tensors: Tensor) -> bool:
+    """Whether the chain's C++ form serves [heads, N, D] tensors; float64 takes the plain one."""
+    return (
+        all(
+            _NATIVE.serves(x) and x.dtype == tensors[0].dtype != torch.float64 and x.stride(-1) == 1
+            for x in tensors
+        )
+        and tensors[0].shape[-1] <= _WIDEST
+    )
 
 
-@Compiled
-def _score(q: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """q [Hkv, G, N, D] with key [Hkv, N, D] -> [Hkv, G, N]."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return (q.to(wide) * key.to(wide)[:, None]).sum(-1) * scaling
+def _wide(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
 
 
-@Compiled
+def _sizes(q: Tensor, key: Tensor) -> list[int]:
+    return [TYPES[q.dtype], key.shape[0], q.shape[0] // key.shape[0], *key.shape[1:]]
+
+
+def _place(x: Tensor) -> list[int]:
+    return [x.data_ptr(), x.stride(0), x.stride(1)]
+
+
 def _pull(
     added: Tensor,
     q: Tensor,
@@ -84,14 +112,24 @@ def _pull(
 ) -> tuple[Tensor, Tensor]:
     """One chain step's gradients of key and value [Hkv, N, D]; that of q is added to `added`.
 
-    q, grad, added [Hkv, G, N, D]; share, the step's probability, and drop, sum_d grad_d out_d,
-    [Hkv, G, N].
+    q, grad [Hq, N, D]; added [Hq, N, D], share, the step's probability, and drop, sum_d grad_d
+    out_d, [Hq, N], in at least float32.
     """
-    wide = added.dtype
-    q, grad = q.to(wide), grad.to(wide)
-    slope = share * ((grad * value.to(wide)[:, None]).sum(-1) - drop) * scaling
-    added.add_(slope[..., None] * key.to(wide)[:, None])
-    of_key, of_value = (slope[..., None] * q).sum(1), (share[..., None] * grad).sum(1)
+    if _native(q, grad, key, value):
+        of_key, of_value = (torch.empty(x.shape, dtype=x.dtype) for x in (key, value))
+        sums = (x.contiguous() for x in (share, drop))
+        pointers = [x.data_ptr() for x in (*sums, added, of_key, of_value)]
+        library = _NATIVE.library
+        assert library is not None
+        places = [*_place(q), *_place(grad), *_place(key), *_place(value)]
+        library.chain_pull(*_sizes(q, key), *places, *pointers, scaling)
+        return of_key, of_value
+    grouped_q, grouped_grad, wide = _grouped(q, key), _grouped(grad, key), added.dtype
+    share, drop = share.unflatten(0, (len(key), -1)), drop.unflatten(0, (len(key), -1))
+    slope = share * ((grouped_grad * value[:, None]).sum(-1) - drop) * scaling
+    added.add_((slope[..., None] * key.to(wide)[:, None]).flatten(0, 1))
+    of_key = (slope[..., None] * grouped_q).sum(1)
+    of_value = (share[..., None] * grouped_grad).sum(1)
     return of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -150,25 +188,11 @@ class _FlashTTT(torch.autograd.Function):
         if not num_chain:
             return None, None, None, grad_q, grad_k0, grad_v0
         chain_k, chain_v = chain[:num_chain], chain[num_chain:]
-        groups = k0.shape[0], -1
         shares = torch.exp(_scores(q, chain_k, scaling) - total)
-        drop = (_grouped(grad, k0) * _grouped(out, k0)).sum(-1)
-        added = torch.zeros_like(_grouped(q, k0))
-        pull, found = _pick(_pull, q), []
+        drop = (grad.to(shares.dtype) * out).sum(-1)
+        added, found = torch.zeros(q.shape, dtype=shares.dtype, device=q.device), []
         for share, key, value in zip(shares, chain_k, chain_v, strict=True):
-            share = share.unflatten(0, groups)
-            found.append(
-                pull(
-                    added,
-                    q.unflatten(0, groups),
-                    grad.unflatten(0, groups),
-                    key,
-                    value,
-                    share,
-                    drop,
-                    scaling,
-                )
-            )
-        grad_q += added.flatten(0, 1).to(grad_q.dtype)
+            found.append(_pull(added, q, grad, key, value, share, drop, scaling))
+        grad_q += added.to(grad_q.dtype)
         of_keys, of_values = zip(*found, strict=True)
         return None, None, None, grad_q, grad_k0, grad_v0, *of_keys, *of_values

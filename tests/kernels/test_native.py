@@ -1,22 +1,23 @@
-"""The C++ form of a chunk of the loss against its definition; who gets it, and what happens where
-it cannot be made."""
+"""C++ forms: who gets them, what happens where they cannot be built, and those of training against
+their definitions."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from draftsmith.kernels import compiled, jit
-from draftsmith.kernels.compiled import Compiled, use_compiled
+from draftsmith.kernels import jit
 from draftsmith.kernels.distill_chunk import distill_chunk, distill_chunk_reference
 from draftsmith.kernels.distill_loss import distill_loss
+from draftsmith.kernels.native import POINTER, Native
 from draftsmith.kernels.rms_norm import rms_norm
 from draftsmith.kernels.ttt_attention import ttt_attention
 
-needs_compiler = pytest.mark.skipif(compiled.missing() is not None, reason=str(compiled.missing()))
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
 @pytest.fixture
@@ -31,53 +32,44 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     jit.choice.cache_clear()
 
 
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has all that a compilation needs."""
-    monkeypatch.setattr(compiled, "missing", lambda: None)
-
-
-def test_who_gets_it(choose: Callable[[str], None], whole: None):
-    """`auto` where it is worth it, `compiled` for all, float64 and the other words never."""
+@needs_compiler
+def test_who_gets_it(choose: Callable[[str], None]):
+    """`auto` and `compiled` where it can be built, the other words never; no tensor off the CPU, no
+    type that the files do not know."""
+    form = Native("rms_norm", {"rms_norm": [POINTER]})
     like = torch.empty(0, 64)
-    for word, expected in {
-        "auto": (False, True),
-        "compiled": (True, True),
-        "reference": (False, False),
-    }.items():
+    for word, expected in {"auto": True, "compiled": True, "reference": False}.items():
         choose(word)
-        assert (use_compiled(like, False), use_compiled(like, True)) == expected
-        assert not use_compiled(like.double(), True)
+        assert form.serves(like) == form.serves(like.bfloat16()) == expected
+        assert not form.serves(like.half()) and not form.serves(like.to("meta"))
 
 
 def test_without_a_compiler(choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
     """`auto` runs the plain form, `compiled` says what to install."""
-    monkeypatch.setattr(compiled, "missing", lambda: "no C++ compiler (g++); install g++")
+    monkeypatch.setenv("CXX", "no-such-compiler")
     choose("auto")
-    assert not use_compiled(torch.empty(0, 64), True)
+    assert not Native("rms_norm", {}).serves(torch.empty(0, 64))
     choose("compiled")
-    with pytest.raises(ValueError, match="compiled: no C\\+\\+ compiler .*install g\\+\\+.*=auto"):
-        use_compiled(torch.empty(0, 64), False)
-
-
-def test_a_compiler_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch):
-    """The function itself runs from then on."""
-
-    def broken(function: Any, **_: Any) -> Any:
-        def form(*arguments: Any) -> Any:
-            raise RuntimeError("cc1plus: out of memory")
-
-        return form
-
-    monkeypatch.setattr(torch, "compile", broken)
-    double = Compiled(lambda x: 2 * x)
-    with pytest.warns(UserWarning, match="RuntimeError: cc1plus.*plain form runs"):
-        assert double(torch.tensor(3)) == 6
-    assert double(torch.tensor(4)) == 8
+    with pytest.raises(ValueError, match=r"rms_norm\.cpp cannot be built here; install g\+\+"):
+        Native("rms_norm", {}).serves(torch.empty(0, 64))
 
 
 @needs_compiler
-@pytest.mark.slow
+def test_a_file_that_does_not_build_is_told_once(
+    choose: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The plain form runs from then on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    choose("auto")
+    form = Native("rms_norm", {})
+    form.source = tmp_path / "broken.cpp"
+    form.source.write_text("this is no C++\n")
+    with pytest.warns(UserWarning, match=r"(?s)broken\.cpp could not be built.*plain form runs"):
+        assert not form.serves(torch.empty(0, 64))
+    assert not form.serves(torch.empty(0, 64))
+
+
+@needs_compiler
 def test_a_chunk_equals_its_definition(choose: Callable[[str], None]):
     """Figures and gradient, odd numbers of rows and columns, ties, a cap, both types."""
     choose("compiled")
@@ -105,7 +97,6 @@ def test_a_chunk_equals_its_definition(choose: Callable[[str], None]):
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("own_head", [False, True])
 def test_the_loss_is_the_same_through_it(choose: Callable[[str], None], own_head: bool):
     """Value, every gradient and every statistic against the plain form; rows of many chunks, rows
@@ -137,7 +128,6 @@ def test_the_loss_is_the_same_through_it(choose: Callable[[str], None], own_head
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_a_training_step_is_the_same_through_it(choose: Callable[[str], None]):
     """Norms and the chain's part of attention: values and gradients against the plain forms."""
     torch.manual_seed(0)
