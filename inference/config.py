@@ -41,9 +41,8 @@ class EngineConfig:
 
     @property
     def step_slots(self) -> int:
-        """Slots behind a sequence's known tokens that one step may write: those of its drafts, and
-        one for the token that follows them (a draft LM computes it at once)."""
-        return self.draft_tokens + 1
+        """How many slots behind the decided tokens a step may write: those of the drafts."""
+        return self.draft_tokens
 
 
 @dataclass(frozen=True)
