@@ -233,6 +233,8 @@ class GenerateConfig:
     """Keep the smallest set of tokens whose mass reaches p."""
     seed: int = 0
     """Of sampled answers."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, before them."""
 
     def __post_init__(self) -> None:
         if self.drafter not in ("head", "ngram", "draft-lm", "none", *HEADS):

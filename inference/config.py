@@ -62,10 +62,9 @@ class EngineConfig:
 
     @property
     def step_slots(self) -> int:
-        """Slots behind a sequence's known tokens that one step may write: those of drafts that are
-        verified, or of the rows that a head runs while it grows a tree; and one for the token that
-        follows them (a draft LM computes it at once)."""
-        return self.tree.slots(self.draft_tokens) + 1
+        """How many slots behind the decided tokens a step may write: those of drafts that are
+        verified, or of the rows that a head runs while it grows a tree."""
+        return self.tree.slots(self.draft_tokens)
 
 
 class TokenMask(Protocol):

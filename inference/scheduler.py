@@ -76,7 +76,7 @@ class Scheduler:
             raise ValueError(
                 f"request {sequence.id!r}: the prompt is empty; give at least one token"
             )
-        need = self._pages(sequence.limit - 1 + self.config.step_slots)
+        need = self._most_pages(sequence)
         have = self.allocator.num_pages
         if need > have:
             raise ValueError(
@@ -226,7 +226,7 @@ class Scheduler:
 
     def _allocate(self, sequence: Sequence, count: int, after: int | None) -> list[int] | None:
         """Pages for a sequence that may come to its limit; not where the others will grow."""
-        room = self._pages(sequence.limit - 1 + self.config.step_slots)
+        room = self._most_pages(sequence)
         avoid = {
             page for one in self.running if one is not sequence for page in self._foreseen(one)
         }
@@ -239,13 +239,18 @@ class Scheduler:
 
     def _foreseen(self, sequence: Sequence) -> range:
         """The neighbours that a running sequence grows into, where it can."""
-        most = self._pages(sequence.limit - 1 + self.config.step_slots)
+        most = self._most_pages(sequence)
         last = sequence.pages[-1]
         return range(last + 1, last + 1 + most - len(sequence.pages))
 
     def _step_pages(self, sequence: Sequence) -> int:
-        """Pages for the tokens it has and whatever its next step may write behind them."""
-        return self._pages(len(sequence.tokens) + self.config.step_slots)
+        """Pages for the tokens it has, the drafts of its next step, and the token that the step
+        decides (a draft LM computes it at once)."""
+        return self._pages(len(sequence.tokens) + self.config.step_slots + 1)
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        """Pages for its last step."""
+        return self._pages(sequence.limit + self.config.step_slots)
 
     def _pages(self, slots: int) -> int:
         return -(-slots // self.config.page_size)

@@ -14,7 +14,7 @@ from ..inference.config import SamplingParams
 from ..inference.draft_lm import DraftLM
 from ..inference.drafters import Drafter
 from ..inference.engine import Engine
-from ..inference.sequence import Sequence
+from ..inference.running_text import RunningText
 from ..models.heads import load_head
 from ..models.target import Target, load_tokenizer
 from .acceptance import draft_model, drafter, is_head
@@ -86,22 +86,19 @@ def _answer(
         top_k=settings.top_k,
         top_p=settings.top_p,
         seed=settings.seed,
+        stop=settings.stop,
     )
     sequence = engine.add(prompt, params)
-    written = ""
+    sequence.text = text = sequence.text or RunningText(tokenizer)
+    written = 0
     start = time.perf_counter()
-    while not engine.scheduler.idle:
+    while not sequence.finished:
         engine.step()
-        text = _text(tokenizer, sequence)
-        # A character may end in the next token; what is printed is never taken back.
-        if text.startswith(written) and not text.endswith("�"):
-            invocation.console.print(text[len(written) :], end="", markup=False, highlight=False)
-            written = text
+        shown = text.shown
+        invocation.console.print(shown[written:], end="", markup=False, highlight=False)
+        written = len(shown)
+    invocation.console.print()
     seconds, count = time.perf_counter() - start, len(sequence.output)
-    text = _text(tokenizer, sequence)
-    invocation.console.print(
-        text[len(written) :] if text.startswith(written) else "", markup=False, highlight=False
-    )
     calls = len(sequence.tokens_per_step)
     emitted = sum(sequence.tokens_per_step)
     steps = " ".join(map(str, sequence.tokens_per_step))
@@ -109,13 +106,7 @@ def _answer(
         f"[dim]{count} tokens in {seconds:.1f} s ({count / seconds:.1f}/s); "
         f"{emitted / max(calls, 1):.2f} tokens per target call; tokens per step: {steps}[/]"
     )
-    return text
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> str:
-    text = tokenizer.decode(sequence.output, skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text
+    return text.text
 
 
 VERB = Verb(

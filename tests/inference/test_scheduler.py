@@ -34,7 +34,7 @@ def require_own_pages(scheduler: Scheduler, sequence: Sequence, rows: int) -> No
     first = max(0, sequence.num_computed - scheduler._rows_again)
     last = sequence.num_computed + rows - 1
     if sequence.decoding:
-        last = len(sequence.tokens) + scheduler.config.step_slots - 1
+        last = len(sequence.tokens) + scheduler.config.step_slots
     # Rows made again lie in own pages too, where the sequence began on another's.
     began = min(first, sequence.num_computed) if sequence.decoding else sequence.num_computed
     for page in sequence.pages[began // size : last // size + 1]:

@@ -234,7 +234,7 @@ def test_shapes():
     assert full.slots(3) == 14 and len(full.children(3)) == 7
     assert TreeConfig("dynamic", top_k=10, nodes=59).slots(6) == 59
     assert TreeConfig("dynamic", top_k=10, nodes=20).slots(6) == 50
-    assert config(TreeConfig()).step_slots == 4
+    assert config(TreeConfig()).step_slots == 3
 
 
 def test_what_is_refused(target: Target):
