@@ -62,6 +62,12 @@ class Synchronous:
     def __init__(
         self, target: Target, config: EngineConfig, pool: KVPool, drafter: Drafter | None
     ) -> None:
+        tree = getattr(drafter, "tree", config.tree)
+        if tree != config.tree:
+            raise ValueError(
+                f"the drafter grows trees of {tree}, the engine has room for {config.tree}; give "
+                "both the same engine.tree"
+            )
         self.target = target
         self.config = config
         self.pool = pool

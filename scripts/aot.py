@@ -24,17 +24,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept_chains import Chains, accept_chains
+from ..kernels.accept_tree import Trees, accept_trees
 from ..kernels.add_norm import add_norm
 from ..kernels.distill_chunk import distill_chunk
 from ..kernels.jit import Launch, recorded
 from ..kernels.kv_append import kv_append
 from ..kernels.kv_move import compact_paths, copy_pages
 from ..kernels.norm_concat import norm_concat
-from ..kernels.paged_attention import PagedRows, paged_attention
+from ..kernels.paged_attention import DraftedRows, PagedRows, paged_attention
 from ..kernels.place_rows import place_rows
 from ..kernels.renormalise import renormalise
 from ..kernels.rms_norm import rms_norm
 from ..kernels.shift import shift_insert
+from ..kernels.tree_build import build_trees, rerank
 from ..kernels.ttt_attention import ttt_attention
 from ..models.files import atomic_write_bytes
 
@@ -124,11 +126,16 @@ def _cache(model: Size) -> None:
 
 def _attention(model: Size) -> None:
     keys, values = _pool(model)
-    # Decode (once a form: it is verification with fewer lines), verification in pieces, prompt.
-    workloads = ((1, 512), (4, 32768), (512, 2048))
+    # Decode (once a form: it is verification with fewer lines), verification in pieces, trees,
+    # prompt.
+    workloads = ((1, 512), (4, 32768), (60, 32768), (512, 2048))
     for rows, longest in workloads if model is SIZES[0] or model.inside else workloads[1:]:
+        tree = None
+        if rows == 60:
+            ancestry = _meta(8 * rows, rows, dtype=torch.int32)
+            tree = DraftedRows(ancestry, _integers(8), _integers(8 * rows))
         batch = PagedRows(
-            _integers(9), _integers(8), _meta(8, 2048, dtype=torch.int32), 16, rows, longest
+            _integers(9), _integers(8), _meta(8, 2048, dtype=torch.int32), 16, rows, longest, tree
         )
         q = _meta(8 * rows, model.heads, model.key_width).transpose(0, 1)
         paged_attention(
@@ -179,6 +186,24 @@ def _tables(model: Size) -> None:
         )
         target = _meta(256, model.vocabulary, dtype=torch.float32)
         accept_chains(chains, _integers(256), target)
+    tables = build_trees(_integers(64, 60), 8)
+    rerank(_meta(64, 510, dtype=torch.float32), _integers(64, 510), 59)
+    for columns in (None, _integers(model.vocabulary)):
+        width = 32000 if columns is not None else model.vocabulary
+        trees = Trees(
+            _integers(64, 60),
+            _integers(65),
+            tables.first_child,
+            tables.next_sibling,
+            flags,
+            flags,
+            _meta(64, 60, dtype=torch.float64),
+            8,
+            _meta(640, width, dtype=torch.float32),
+            _integers(64, 60),
+            columns,
+        )
+        accept_trees(trees, _integers(3840), _meta(3840, model.vocabulary, dtype=torch.float32))
     share = _meta(64, dtype=torch.float32)
     renormalise(
         _meta(64, model.vocabulary, dtype=torch.float32), share, _integers(64), share, share

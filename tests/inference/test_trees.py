@@ -248,3 +248,6 @@ def test_what_is_refused(target: Target):
     modules = away_from_its_start(HEAD_CONFIGS["mtp of 3 modules"], target)
     with pytest.raises(ValueError, match="3 modules .* engine.tree.kind=none"):
         TreeHeadDrafter(modules, None, SHAPES["dynamic"])
+    head = away_from_its_start(HEAD_CONFIGS["mtp"], target)
+    with pytest.raises(ValueError, match="give both the same engine.tree"):
+        Engine(target, config(TreeConfig()), TreeHeadDrafter(head, None, SHAPES["comb"]))

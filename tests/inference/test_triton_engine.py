@@ -12,22 +12,35 @@ import torch
 from draftsmith.inference import batch
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine
-from draftsmith.inference.head_drafter import HeadDrafter
+from draftsmith.inference.tree import TreeConfig
 from draftsmith.kernels import jit
 from draftsmith.kernels.paged_attention import paged_attention
 from draftsmith.models.heads import HeadConfig, build_head
 from draftsmith.models.target import Target, TargetConfig
+from draftsmith.scripts.acceptance import head_drafter
 
 PROMPTS = [[1, 5, 9, 200, 7, 31, 4], [1, 300, 8], list(range(20, 45))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_tokens", [0, 2])
+@pytest.mark.parametrize(
+    ("draft_tokens", "tree"),
+    [
+        (0, TreeConfig()),
+        (2, TreeConfig()),
+        (2, TreeConfig("static", "comb", top_k=2)),
+        (2, TreeConfig("dynamic", top_k=2, nodes=5)),
+    ],
+    ids=["plain", "chain", "static", "dynamic"],
+)
 def test_paged_attention_and_append_in_the_engine(
-    draft_tokens: int, tiny_llama_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    draft_tokens: int,
+    tree: TreeConfig,
+    tiny_llama_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Chunked prefill, a batch that requests join and leave, verification and refill, over pages
-    that are NaN where nothing was written; float32, greedy."""
+    """Chunked prefill, a batch that requests join and leave, verification, paths closed up and
+    refill, over pages that are NaN where nothing was written; float32, greedy."""
     pytest.importorskip("triton")
     folder = tiny_llama_folder(dtype="float32")
     target = Target.load(TargetConfig(source=str(folder), folder=str(folder), dtype="float32"))
@@ -40,6 +53,7 @@ def test_paged_attention_and_append_in_the_engine(
         page_size=4,
         pool_tokens=256,
         poison=True,
+        tree=tree,
     )
     launched: list[int] = []
 
@@ -51,7 +65,7 @@ def test_paged_attention_and_append_in_the_engine(
     texts = []
     for form in ("reference", "triton"):
         monkeypatch.setattr(jit, "choice", lambda form=form: form)
-        drafter = HeadDrafter(head, None) if draft_tokens else None
+        drafter = head_drafter(head, None, tree) if draft_tokens else None
         results = Engine(target, settings, drafter).run(
             PROMPTS, SamplingParams(max_new_tokens=6, ignore_eos=True)
         )
