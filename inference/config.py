@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 
@@ -22,6 +23,11 @@ class EngineConfig:
     and head."""
     poison: bool = False
     """Fill free pages with NaN, so that a read of a stale slot shows (tests)."""
+    adaptive: bool = False
+    """Each step gives each request the drafts that pay, 0 to draft_tokens, by what was kept so far
+    and the seconds of passes and drafts. Greedy and coupled answers stay what they are; other
+    sampled ones are drawn from the same law, but not the same for the same seed, since chains
+    follow the clock."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "page_size", "pool_tokens"):
@@ -34,6 +40,11 @@ class EngineConfig:
                 f"engine.max_step_tokens {self.max_step_tokens} is below engine.max_batch "
                 f"{self.max_batch}: "
                 "every running request needs a row"
+            )
+        if self.adaptive and not self.draft_tokens:
+            warnings.warn(
+                "engine.adaptive is ignored: engine.draft_tokens=0 leaves nothing to choose",
+                stacklevel=2,
             )
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..models.target import Target
+from .adaptive import DraftLengths, draft_lengths
 from .batch import Batch, PagedContext
 from .config import EngineConfig
 from .drafters import Drafter, Proposal
@@ -61,6 +62,7 @@ class Synchronous:
         self.pool = pool
         self.drafter = drafter
         self.metrics = EngineMetrics()
+        self.lengths: DraftLengths = draft_lengths(config)
 
     def step(self, plan: Plan) -> list[StepOutput]:
         """See `Schedule`."""
@@ -101,10 +103,14 @@ class Synchronous:
     def speculate(self, plan: Plan) -> list[StepOutput]:
         """A decode-only step: draft, verify, keep, refill."""
         sequences = [sequence for sequence, _ in plan.parts]
-        wanted = self.config.draft_tokens if self.drafter else 0
+        before = dict(self.metrics.seconds)
+        wanted = self.lengths.choose(sequences) if self.drafter else [0] * len(sequences)
         # The last token of a round is the target's own, so drafts beyond the limit less one cannot
         # be kept.
-        counts = [min(wanted, sequence.remaining - 1) for sequence in sequences]
+        counts = [
+            min(count, sequence.remaining - 1)
+            for count, sequence in zip(wanted, sequences, strict=True)
+        ]
         proposals = [Proposal([])] * len(sequences)
         if self.drafter:
             with self.metrics.timed("draft"):
@@ -130,7 +136,7 @@ class Synchronous:
             )
             sequence.num_computed += len(kept) + 1
             sequence.tokens_per_step.append(len(emitted))
-            cut = len(emitted) <= len(kept) or counts[index] < wanted
+            cut = len(emitted) <= len(kept) or counts[index] < wanted[index]
             self.metrics.record(context, len(drafts), len(kept), len(emitted), cut)
             outputs.append(StepOutput(sequence, emitted))
         if self.drafter and not all(sequence.finished for sequence in sequences):
@@ -138,6 +144,13 @@ class Synchronous:
                 true_rows, chosen = batch.keep([len(kept) + 1 for kept in verdict.kept])
                 true_states = {boundary: rows[chosen] for boundary, rows in states.items()}
                 self.drafter.observe(true_rows, true_states, verdict.following)
+        if self.drafter:
+            self.lengths.learn(
+                sequences,
+                [len(proposal.tokens) for proposal in proposals],
+                [len(kept) for kept in verdict.kept],
+                {name: spent - before.get(name, 0) for name, spent in self.metrics.seconds.items()},
+            )
         return outputs
 
     def _compute(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:

@@ -16,6 +16,7 @@ from ..inference.acceptance import PromptSet
 from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
+from ..inference.hybrid import HybridDrafter, NgramConfig
 from ..models.formats.source import find_source
 from ..models.heads import HEADS, Head, LoadedHead, build_head
 from ..models.target import Target, fingerprint
@@ -43,18 +44,27 @@ def prompt_set(
 
 
 def drafter(
-    name: str, loaded: LoadedHead | None, target: Target, lm: DraftLM | None = None
+    name: str,
+    loaded: LoadedHead | None,
+    target: Target,
+    lm: DraftLM | None = None,
+    ngram: NgramConfig | None = None,
 ) -> Drafter | None:
     """A fresh drafter by its name in the settings; None decodes plainly.
 
     Args:
         loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
-            rebuilds. lm: what `draft-lm` drafts with.
+            rebuilds. lm: what `draft-lm` drafts with. ngram: when look-up drafts before either
+            (`ngram+…`).
     """
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
+    if name.startswith("ngram+"):
+        model = drafter(name.removeprefix("ngram+"), loaded, target, lm)
+        assert model is not None
+        return HybridDrafter(ngram or NgramConfig(), model, name)
     if name == "draft-lm":
         assert lm is not None
         return DraftLMDrafter(lm)
@@ -68,7 +78,7 @@ def drafter(
 def draft_model(config: Config, names: Iterable[str]) -> Target | None:
     """The language model that `draft-lm` drafts with, where that is among the drafters asked for;
     still to be paired with a target."""
-    if "draft-lm" in names:
+    if any(name.endswith("draft-lm") for name in names):
         return Target.load(config.draft_lm.model())
     if config.draft_lm.source is not None:
         warnings.warn("draft_lm.source is not used: no drafter asked for is draft-lm", stacklevel=2)
@@ -78,6 +88,11 @@ def draft_model(config: Config, names: Iterable[str]) -> Target | None:
 def is_head(name: str) -> bool:
     """Whether a drafter's name in the settings is the trained head."""
     return name == "head" or name in HEADS
+
+
+def drafts_with_head(name: str) -> bool:
+    """Whether a drafter needs the trained head, or what its folder says."""
+    return is_head(name) or name in ("untrained", "ngram+head")
 
 
 def require_kind(loaded: LoadedHead, names: Iterable[str]) -> None:

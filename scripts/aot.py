@@ -310,7 +310,8 @@ def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
     """Compile all cases for all cards; a launch that several cases share is compiled once."""
     found, seen = [], set()
     cases = [(size, OPS) for size in SIZES]
-    cases += [(CAPPED, (_attention, _training)), *((size, (_cache, _attention)) for size in LATENTS)]
+    cases.append((CAPPED, (_attention, _training)))
+    cases += [(size, (_cache, _attention)) for size in LATENTS]
     for size, ops in cases:
         with recorded() as launches:
             for op in ops:
