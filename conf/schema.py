@@ -18,6 +18,7 @@ from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
 from ..inference.config import EngineConfig
 from ..inference.draft_lm import DraftLMConfig
+from ..inference.hybrid import NgramConfig
 from ..models.heads import HEADS, HeadConfig
 from ..models.target import DTYPES, TargetConfig
 from ..train.config import TrainConfig
@@ -117,7 +118,8 @@ class EvaluateConfig:
     drafters: tuple[str, ...] = ("none", "ngram", "head")
     """none (plain decoding; always measured, and first), ngram (prompt look-up), head (the trained
     head; also by its kind, which reports call it), untrained (the same head before its first
-    step), draft-lm (the language model of draft_lm.source)."""
+    step), draft-lm (the language model of draft_lm.source), ngram+head and ngram+draft-lm (look-up
+    where it finds a long match, the model elsewhere)."""
     prompts: tuple[str, ...] = ("humaneval", "mt_bench", "heldout")
     """humaneval, mt_bench, heldout (first questions of held-out conversations), or paths of prompt
     files."""
@@ -140,7 +142,8 @@ class EvaluateConfig:
     """Of sampled runs."""
 
     def __post_init__(self) -> None:
-        known = ("none", "ngram", "head", "untrained", "draft-lm", *HEADS)
+        hybrids = ("ngram+head", "ngram+draft-lm")
+        known = ("none", "ngram", "head", "untrained", "draft-lm", *hybrids, *HEADS)
         for name in self.drafters:
             if name not in known:
                 raise ValueError(
@@ -218,7 +221,8 @@ class GenerateConfig:
     """Native head folder; null takes the one that this run trained, and decodes plainly where there
     is none."""
     drafter: str = "head"
-    """head (also by its kind), ngram, draft-lm (the language model of draft_lm.source) or none."""
+    """head (also by its kind), ngram, draft-lm (the language model of draft_lm.source), ngram+head,
+    ngram+draft-lm or none."""
     prompt: str | None = None
     """Answer this and end; null reads questions until an empty line."""
     system: str | None = None
@@ -237,10 +241,9 @@ class GenerateConfig:
     """Strings that end an answer, before them."""
 
     def __post_init__(self) -> None:
-        if self.drafter not in ("head", "ngram", "draft-lm", "none", *HEADS):
-            raise ValueError(
-                f"generate.drafter={self.drafter!r}: choose head, ngram, draft-lm or none"
-            )
+        known = ("head", "ngram", "draft-lm", "ngram+head", "ngram+draft-lm", "none")
+        if self.drafter not in (*known, *HEADS):
+            raise ValueError(f"generate.drafter={self.drafter!r}: choose one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,7 @@ class Config:
     data: DataConfig
     train: TrainConfig
     engine: EngineConfig
+    ngram: NgramConfig = field(default_factory=NgramConfig)
     draft_lm: DraftLMConfig = field(default_factory=DraftLMConfig)
     tracker: TrackerConfig
     prepare: PrepareConfig = field(default_factory=PrepareConfig)

@@ -116,6 +116,7 @@ class RunResult:
             "batch": self.config.max_batch,
             "draft_tokens": self.config.draft_tokens if self.drafter != "none" else 0,
             "tree": dataclasses.asdict(self.config.tree) if self.trees else None,
+            "adaptive": self.config.adaptive and self.drafter != "none",
             "max_new_tokens": self.params.max_new_tokens,
             **counts.to_json(),
             "per_prompt": [

@@ -41,6 +41,11 @@ class EngineConfig:
     micro_batches: int = 1
     """Halves in which the target runs a decode-only batch, 1 or 2: with experts on other machines,
     the one half's exchange can hide behind the other's work."""
+    adaptive: bool = False
+    """Each step gives each request the drafts that pay, 0 to draft_tokens, by what was kept so far
+    and the seconds of passes and drafts. Greedy and coupled answers stay what they are; other
+    sampled ones are drawn from the same law, but not the same for the same seed, since chains
+    follow the clock."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "page_size", "pool_tokens"):
@@ -59,6 +64,17 @@ class EngineConfig:
                 "every running request needs a row"
             )
         self.tree.slots(self.draft_tokens)  # refuses a tree that is too large
+        if self.adaptive and self.tree.kind != "none":
+            raise ValueError(
+                f"engine.adaptive=true with engine.tree.kind={self.tree.kind}: lengths are chosen "
+                "for chains; set engine.tree.kind=none, or choose a dynamic tree without "
+                "engine.adaptive"
+            )
+        if self.adaptive and not self.draft_tokens:
+            warnings.warn(
+                "engine.adaptive is ignored: engine.draft_tokens=0 leaves nothing to choose",
+                stacklevel=2,
+            )
 
     @property
     def step_slots(self) -> int:

@@ -42,6 +42,8 @@ class EngineMetrics:
     """Tokens those emitted."""
     tokens_per_step_histogram: list[int] = field(default_factory=list)
     """[i] = sequence-steps that emitted i tokens."""
+    drafts_per_step_histogram: list[int] = field(default_factory=list)
+    """[k] = sequence-steps that verified k drafts, rounds that were cut short among them."""
     by_context: dict[int, list[int]] = field(default_factory=dict)
     """Context bucket (lower bound, tokens) -> [target calls, tokens]."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class EngineMetrics:
         self.target_calls += 1
         self.decode_tokens += emitted
         _count(self.tokens_per_step_histogram, emitted, 1)
+        _count(self.drafts_per_step_histogram, drafted, 1)
         calls = self.by_context.setdefault(context_bucket(context), [0, 0])
         calls[0] += 1
         calls[1] += emitted
@@ -106,6 +109,7 @@ class EngineMetrics:
             "accepted_per_position",
             "drafted_per_position",
             "tokens_per_step_histogram",
+            "drafts_per_step_histogram",
         ):
             for index, count in enumerate(getattr(other, name)):
                 _count(getattr(self, name), index, count)
@@ -131,6 +135,7 @@ class EngineMetrics:
             "decode_tokens": self.decode_tokens,
             "tokens_per_target_call": self.tokens_per_target_call,
             "tokens_per_step_histogram": list(self.tokens_per_step_histogram),
+            "drafts_per_step_histogram": list(self.drafts_per_step_histogram),
             "by_context": {
                 str(low): {"target_calls": calls, "tokens": tokens}
                 for low, (calls, tokens) in sorted(self.by_context.items())

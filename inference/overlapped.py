@@ -81,9 +81,13 @@ class Overlapped(Synchronous):
 
     def _covers(self, sequences: list[Sequence], drafter: DeviceDrafter) -> bool:
         count = self.config.draft_tokens
-        chains = self.config.tree.kind == "none" and drafter.overlaps(sequences, count)
-        return chains and all(
-            sequence.remaining > count and sequence.params.device_only for sequence in sequences
+        fixed = self.config.tree.kind == "none" and not self.config.adaptive
+        return (
+            fixed
+            and drafter.overlaps(sequences, count)
+            and all(
+                sequence.remaining > count and sequence.params.device_only for sequence in sequences
+            )
         )
 
     def _rows(self, sequences: list[Sequence], chains: DeviceChains) -> Batch:

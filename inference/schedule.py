@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..models.target import Target
+from .adaptive import DraftLengths, draft_lengths
 from .batch import Batch, PagedContext
 from .config import EngineConfig
 from .drafters import Drafter, Proposal
@@ -73,6 +74,7 @@ class Synchronous:
         self.pool = pool
         self.drafter = drafter
         self.metrics = EngineMetrics()
+        self.lengths: DraftLengths = draft_lengths(config)
 
     def step(self, plan: Plan) -> list[StepOutput]:
         """See `Schedule`."""
@@ -114,10 +116,14 @@ class Synchronous:
     def speculate(self, plan: Plan) -> list[StepOutput]:
         """A decode-only step: draft, verify, keep, refill."""
         sequences = [sequence for sequence, _ in plan.parts]
-        wanted = self.config.draft_tokens if self.drafter else 0
+        before = dict(self.metrics.seconds)
+        wanted = self.lengths.choose(sequences) if self.drafter else [0] * len(sequences)
         # The last token of a round is the target's own, so drafts beyond the limit less one cannot
         # be kept.
-        counts = [min(wanted, sequence.remaining - 1) for sequence in sequences]
+        counts = [
+            min(count, sequence.remaining - 1)
+            for count, sequence in zip(wanted, sequences, strict=True)
+        ]
         proposals = [Proposal([])] * len(sequences)
         if self.drafter:
             with self.metrics.timed("draft"):
@@ -149,7 +155,7 @@ class Synchronous:
             )
             sequence.num_computed += len(kept) + 1
             sequence.tokens_per_step.append(len(emitted))
-            cut = len(emitted) <= len(kept) or counts[index] < wanted
+            cut = len(emitted) <= len(kept) or counts[index] < wanted[index]
             parents = proposals[index].parents
             depth = len(drafts) if parents is None else max(depths_of(parents), default=0)
             self.metrics.record(context, len(drafts), len(kept), len(emitted), cut, depth)
@@ -159,6 +165,13 @@ class Synchronous:
                 true_rows, chosen = batch.keep(paths)
                 true_states = {boundary: rows[chosen] for boundary, rows in states.items()}
                 self.drafter.observe(true_rows, true_states, verdict.following)
+        if self.drafter:
+            self.lengths.learn(
+                sequences,
+                [len(proposal.tokens) for proposal in proposals],
+                [len(kept) for kept in verdict.kept],
+                {name: spent - before.get(name, 0) for name, spent in self.metrics.seconds.items()},
+            )
         return outputs
 
     def _compute(self, batch: Batch, parts: int = 1) -> tuple[dict[int, Tensor], Tensor]:

@@ -135,7 +135,12 @@ def counts(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         ]
         for run, label in zip(runs, plots.labels(runs), strict=True)
     ]
-    return [*header, *(f"{part} s" for part in parts)], rows
+    header += [f"{part} s" for part in parts]
+    if any(run.get("adaptive") for run in runs):
+        header.append("steps with 0, 1, … drafts")
+        for row, run in zip(rows, runs, strict=True):
+            row.append(" ".join(map(str, run["drafts_per_step_histogram"])))
+    return header, rows
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:

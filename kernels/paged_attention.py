@@ -16,8 +16,8 @@ and the pieces are merged by their log-sum-exp in order. The cuts lie at fixed p
 batches of equal `most_rows` a sequence's sums do not depend on what runs beside it.
 
 Where the values are the first columns of the keys (attention on latents: DeepSeek's one key head of
-576, values of 512, up to 128 query heads) a tile of them is read once for scores and sums alike, and
-the columns behind are a second, narrow tile.
+576, values of 512, up to 128 query heads) a tile of them is read once for scores and sums alike,
+and the columns behind are a second, narrow tile.
 
 Legend: B sequences, N rows in all, Hq = G * Hk query heads, S slots, P pages of the longest, D key
 width, Dv value width.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) on the latents themselves.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) on latents themselves.
 
 Of each row the family makes a latent c (width r = kv_lora_rank, normed) and a key part k_pe that is
 turned (qk_rope_head_dim) and shared by all heads; the keys and values of head h follow from them:
@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from .attention import AttentionContext, PackedContext
 
-_FAMILIES = (
-    "DeepseekV2Attention",
-    "DeepseekV3Attention",
-    "Glm4MoeLiteAttention",
-    "YoutuAttention",
-)
-"""Classes of transformers whose attention is the one above; the library makes keys and values of
-latents in their method `expand_kv`."""
+_FAMILIES = {
+    "deepseek_v2": "DeepseekV2Attention",
+    "deepseek_v3": "DeepseekV3Attention",
+    "glm4_moe_lite": "Glm4MoeLiteAttention",
+    "youtu": "YoutuAttention",
+}
+"""Families whose attention is the one above, and their classes in transformers, which make keys and
+values of latents in the method `expand_kv`."""
 
 
 class LatentAttention(nn.Module):
@@ -56,12 +56,21 @@ class LatentAttention(nn.Module):
         return self.attention(*args, draftsmith=_Absorbed(self.attention, draftsmith), **kwargs)
 
 
+def latent_width(config: Any) -> int | None:
+    """Numbers a row and layer that the pages of such a family hold, None for any other. config:
+    transformers' of a target."""
+    if config.model_type not in _FAMILIES:
+        return None
+    return int(config.kv_lora_rank) + int(config.qk_rope_head_dim)
+
+
 def use_latents(module: nn.Module) -> None:
     """Put `LatentAttention` around every attention of `_FAMILIES` below `module`; others stay as
     they are. For inference alone: names of parameters change."""
+    known = set(_FAMILIES.values())
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in _FAMILIES and not isinstance(parent, LatentAttention):
+            if type(child).__name__ in known and not isinstance(parent, LatentAttention):
                 setattr(parent, name, LatentAttention(child))
 
 

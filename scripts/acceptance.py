@@ -16,6 +16,7 @@ from ..inference.acceptance import PromptSet
 from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
+from ..inference.hybrid import HybridDrafter, NgramConfig
 from ..inference.tree import TreeConfig
 from ..inference.tree_drafter import TreeHeadDrafter
 from ..models.formats.source import find_source
@@ -50,18 +51,23 @@ def drafter(
     target: Target,
     lm: DraftLM | None = None,
     tree: TreeConfig | None = None,
+    ngram: NgramConfig | None = None,
 ) -> Drafter | None:
     """A fresh drafter by its name in the settings; None decodes plainly.
 
     Args:
         loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
             rebuilds. lm: what `draft-lm` drafts with. tree: what heads draft; the others draft
-            chains.
+            chains. ngram: when look-up drafts before either (`ngram+…`).
     """
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
+    if name.startswith("ngram+"):
+        model = drafter(name.removeprefix("ngram+"), loaded, target, lm)
+        assert model is not None
+        return HybridDrafter(ngram or NgramConfig(), model, name)
     if name == "draft-lm":
         assert lm is not None
         return DraftLMDrafter(lm)
@@ -84,7 +90,7 @@ def head_drafter(
 def draft_model(config: Config, names: Iterable[str]) -> Target | None:
     """The language model that `draft-lm` drafts with, where that is among the drafters asked for;
     still to be paired with a target."""
-    if "draft-lm" in names:
+    if any(name.endswith("draft-lm") for name in names):
         return Target.load(config.draft_lm.model())
     if config.draft_lm.source is not None:
         warnings.warn("draft_lm.source is not used: no drafter asked for is draft-lm", stacklevel=2)
@@ -94,6 +100,11 @@ def draft_model(config: Config, names: Iterable[str]) -> Target | None:
 def is_head(name: str) -> bool:
     """Whether a drafter's name in the settings is the trained head."""
     return name == "head" or name in HEADS
+
+
+def drafts_with_head(name: str) -> bool:
+    """Whether a drafter needs the trained head, or what its folder says."""
+    return is_head(name) or name in ("untrained", "ngram+head")
 
 
 def require_kind(loaded: LoadedHead, names: Iterable[str]) -> None:

@@ -206,7 +206,7 @@ def write(compared: dict[str, Any], records: Sequence[RunRecord], out: Path) -> 
         run["name"] if label == run["name"] else f"{label}: {run['name']}"
         for label, run in zip(_labels(compared), compared["runs"], strict=True)
     ]
-    trained = ("head", "draft-lm")
+    trained = ("head", "draft-lm", "ngram+head", "ngram+draft-lm")
     figure = comparison(
         {
             name: [one for one in run["measurements"] if one["role"] in trained]

@@ -26,10 +26,20 @@ from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
 from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
-from .acceptance import draft_model, drafter, is_head, prompt_set, require_kind
+from .acceptance import (
+    draft_model,
+    drafter,
+    drafts_with_head,
+    is_head,
+    prompt_set,
+    require_kind,
+)
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
+
+_TRAINED = ("head", "ngram+head", "draft-lm", "ngram+draft-lm")
+"""Drafters with a trained model behind them."""
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -63,7 +73,7 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
         batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
         once = dataclasses.replace(settings, draft_tokens=())
         proof = dataclasses.replace(config, engine=batched, evaluate=once)
-        compared = tuple(name for name in names if name in ("none", "head", "draft-lm"))
+        compared = tuple(name for name in names if name == "none" or name in _TRAINED)
         runs += _pass(proof, settings.proof, compared, (0.0,), model, invocation)[0]
     report = {
         **about,
@@ -116,7 +126,7 @@ def key(config: Config) -> str:
     if "heldout" in settings.prompts:
         prompts["heldout"] = Rows.open(artifacts.rows, "heldout").key
     models = {"target": dataclasses.asdict(config.target)}
-    if "draft-lm" in config.evaluate.drafters:
+    if any(name.endswith("draft-lm") for name in settings.drafters):
         models["draft_lm"] = dataclasses.asdict(config.draft_lm)
     return content_hash(
         {
@@ -209,10 +219,10 @@ def _measured(
     chains = [
         (drafting, count)
         for drafting in drafters
-        for count in (swept if drafting in ("head", "draft-lm") else (config.engine.draft_tokens,))
+        for count in (swept if drafting in _TRAINED else (config.engine.draft_tokens,))
     ]
     for name, count in chains:
-        drafting = drafter(name, loaded, target, lm, config.engine.tree)
+        drafting = drafter(name, loaded, target, lm, config.engine.tree, config.ngram)
         label = drafting.name if drafting else name
         what = (
             f"{prompts.name}, {label}, temperature {params.temperature:g}, {str(target.dtype)[6:]}"
@@ -234,7 +244,7 @@ def _measured(
 
 
 def _needs_head(config: Config) -> bool:
-    return any(is_head(name) or name == "untrained" for name in config.evaluate.drafters)
+    return any(drafts_with_head(name) for name in config.evaluate.drafters)
 
 
 def _head(config: Config, target: Target) -> LoadedHead | None:
@@ -306,6 +316,8 @@ def _settings(config: Config) -> dict[str, Any]:
     sections = {"evaluate": config.evaluate, "engine": config.engine}
     told = {name: dataclasses.asdict(section) for name, section in sections.items()}
     told["evaluate"].pop("head")
+    if any(name.startswith("ngram+") for name in config.evaluate.drafters):
+        told["ngram"] = dataclasses.asdict(config.ngram)
     listed = {
         name: list(value) for name, value in told["evaluate"].items() if isinstance(value, tuple)
     }
@@ -321,13 +333,23 @@ VERB = Verb(
         "for held-out prompts, WORK/train/metrics.jsonl"
     ),
     writes="WORK/report.json, report.md, report.html, *.png, provenance.json",
-    sections=("work", "inputs", "data.answers", "evaluate", "engine", "draft_lm", "target.dtype"),
+    sections=(
+        "work",
+        "inputs",
+        "data.answers",
+        "evaluate",
+        "engine",
+        "ngram",
+        "draft_lm",
+        "target.dtype",
+    ),
     examples=(
         "draftsmith evaluate",
         "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",
         "draftsmith evaluate evaluate.head=some/head evaluate.prompts=[mt_bench,my/prompts.jsonl] "
         "engine.draft_tokens=5",
         "draftsmith evaluate engine.tree.kind=dynamic engine.draft_tokens=5",
+        "draftsmith evaluate 'evaluate.drafters=[ngram,head,ngram+head]' engine.adaptive=true",
     ),
     kept="the report is written at the end, so an earlier one is untouched",
 )

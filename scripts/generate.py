@@ -17,7 +17,7 @@ from ..inference.engine import Engine
 from ..inference.running_text import RunningText
 from ..models.heads import load_head
 from ..models.target import Target, load_tokenizer
-from .acceptance import draft_model, drafter, is_head
+from .acceptance import draft_model, drafter, drafts_with_head
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
@@ -48,14 +48,14 @@ def _drafter(
     """The drafter asked for. Without `generate.head`, a run that has no head yet decodes
     plainly."""
     name = config.generate.drafter
-    if not is_head(name):
-        return drafter(name, None, target, lm)
+    if not drafts_with_head(name):
+        return drafter(name, None, target, lm, config.ngram)
     artifacts = Artifacts.of(config)
     if config.generate.head is None and not (artifacts.head / "config.json").exists():
         invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")
         return None
     loaded = load_head(artifacts.head_or(config.generate.head), target.fingerprint)
-    return drafter(name, loaded, target, tree=config.engine.tree)
+    return drafter(name, loaded, target, lm, config.engine.tree, config.ngram)
 
 
 def _asked():
@@ -117,7 +117,16 @@ VERB = Verb(
         "language model of draft_lm.source"
     ),
     writes="nothing; it prints the answer and the tokens of each step",
-    sections=("work", "generate", "draft_lm", "engine.draft_tokens", "engine.tree", "target.dtype"),
+    sections=(
+        "work",
+        "generate",
+        "ngram",
+        "draft_lm",
+        "engine.draft_tokens",
+        "engine.adaptive",
+        "engine.tree",
+        "target.dtype",
+    ),
     examples=(
         "draftsmith generate experiment=demo",
         "draftsmith generate experiment=demo 'generate.prompt=\"Write a haiku about rivers.\"'",

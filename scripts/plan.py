@@ -16,6 +16,7 @@ from ..data.rows import Rows
 from ..data.store import Store
 from ..models.files import atomic_write_json, read_json
 from ..models.heads import HeadConfig, head_class, training_boundaries
+from ..models.latent import latent_width
 from ..models.shape import TargetShape
 from ..models.target import torch_dtype
 from ..train import forecast as facts
@@ -158,6 +159,7 @@ def forecast(config: Config) -> Forecast:
         )
     memory["train"] = of_training(train, step)
     if config.validate.engine and train.validate_every and heldout:
+        latents = latent_width(shape.config) if config.target.layers != "transformers" else None
         memory["validate"] = facts.validation_memory(
             shape,
             config.engine,
@@ -165,7 +167,7 @@ def forecast(config: Config) -> Forecast:
             memory["train"],
             itemsize,
             layers=1 if head_class(config.head.kind).kind != "medusa" else 0,
-            key_width=layer.key_width,
+            key_width=latents or layer.key_width,
             gpu=device.gpu,
         )
     too_much = tuple(name for name, found in memory.items() if found.total > budget)

@@ -19,7 +19,7 @@ from ..train.metrics import read_metrics
 Measurement = dict[str, Any]
 _ASIDE = ("work", "inputs", "overwrite", "tracker", "compare", "generate", "export", "import_head")
 """Settings that name places or other commands, and make no run another."""
-_BASELINES = ("none", "ngram", "untrained", "draft-lm")
+_BASELINES = ("none", "ngram", "untrained", "draft-lm", "ngram+head", "ngram+draft-lm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     measured = folder / "provenance.json"
     if (folder / "report.json").exists() and measured.exists():
         told = _flat(read_json(measured)["config"])
-        of_report = ("evaluate", "engine", "draft_lm")
+        of_report = ("evaluate", "engine", "ngram", "draft_lm")
         settings = {key: value for key, value in settings.items() if not below(key, of_report)}
         wanted = of_report if settings else tuple({key.split(".")[0] for key in told})
         settings |= {key: value for key, value in told.items() if below(key, wanted)}
