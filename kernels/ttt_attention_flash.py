@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import tiled_pull
 from .native import INTEGER, POINTER, SMALL, TYPES, Native
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -178,18 +179,23 @@ class _FlashTTT(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         q, k0, v0, out, total, *chain = ctx.saved_tensors
         num_chain, scaling = ctx.num_chain, ctx.scaling
-        grads = torch.empty_like(q), torch.empty_like(k0), torch.empty_like(v0)
-        parts = _documents(ctx.bounds, grad, q, k0, v0, out, total, *grads)
-        for pulled, queries, keys, values, mixed, mass, *places in parts:
-            found = _BACKWARD(pulled, queries, keys, values, mixed, mass, 0.0, True, scale=scaling)
-            for place, value in zip(places, found, strict=True):
-                place.copy_(value)
+        drop = (grad.to(total.dtype) * out).sum(-1)
+        if tiled_pull.serves(q):
+            grads = tiled_pull.tiled_pull(q, k0, v0, grad, total, drop, ctx.bounds, scaling)
+        else:
+            grads = torch.empty_like(q), torch.empty_like(k0), torch.empty_like(v0)
+            parts = _documents(ctx.bounds, grad, q, k0, v0, out, total, *grads)
+            for pulled, queries, keys, values, mixed, mass, *places in parts:
+                found = _BACKWARD(
+                    pulled, queries, keys, values, mixed, mass, 0.0, True, scale=scaling
+                )
+                for place, value in zip(places, found, strict=True):
+                    place.copy_(value)
         grad_q, grad_k0, grad_v0 = grads
         if not num_chain:
             return None, None, None, grad_q, grad_k0, grad_v0
         chain_k, chain_v = chain[:num_chain], chain[num_chain:]
         shares = torch.exp(_scores(q, chain_k, scaling) - total)
-        drop = (grad.to(shares.dtype) * out).sum(-1)
         added, found = torch.zeros(q.shape, dtype=shares.dtype, device=q.device), []
         for share, key, value in zip(shares, chain_k, chain_v, strict=True):
             found.append(_pull(added, q, grad, key, value, share, drop, scaling))
