@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -238,12 +239,12 @@ class SamplingParams:
                 "fewer"
             )
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def draws_drafts(self) -> bool:
         """Whether a head draws its drafts; else it takes its likeliest token."""
         return not self.greedy and not self.coupled and self.verification != "typical"
@@ -253,17 +254,17 @@ class SamplingParams:
         """Whether the text has the target's law, whoever drafts."""
         return self.greedy or self.verification != "typical"
 
-    @property
+    @cached_property
     def penalises(self) -> bool:
         """Whether a row's logits depend on how often its text holds a token."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
-    @property
+    @cached_property
     def truncates(self) -> bool:
         """Whether some tokens are never drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """Whether anything acts before the temperature."""
         return self.penalises or bool(self.logit_bias) or self.mask is not None

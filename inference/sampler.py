@@ -8,6 +8,7 @@ front of it): mask and bias, penalties (`processors`), then temperature, min-p, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from ..kernels.renormalise import renormalise
 from .config import SamplingParams
 from .processors import Row, row_logits
+
+_Law = Callable[[Tensor, Rows[SamplingParams]], Tensor]
 
 
 def row_laws(logits: Tensor, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
@@ -38,19 +41,16 @@ def laws(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
     Returns:
         [n, V], rows sum to 1.
     """
-    out = None
-    for chosen, law in (
-        ([i for i, one in enumerate(params) if one.greedy], _likeliest),
-        ([i for i, one in enumerate(params) if not one.greedy and not one.truncates], _softmax),
-        ([i for i, one in enumerate(params) if not one.greedy and one.truncates], _truncated),
-    ):
-        if len(chosen) == len(params):
-            return law(logits, params)
-        if chosen:
-            at = torch.tensor(chosen, device=logits.device)
-            out = torch.empty_like(logits) if out is None else out
-            out[at] = law(logits[at], [params[i] for i in chosen])
-    assert out is not None
+    groups: dict[_Law, list[int]] = {}
+    for index, one in enumerate(params):
+        law = _likeliest if one.greedy else _truncated if one.truncates else _softmax
+        groups.setdefault(law, []).append(index)
+    if len(groups) == 1:
+        return next(iter(groups))(logits, params)
+    out = torch.empty_like(logits)
+    for law, chosen in groups.items():
+        at = torch.tensor(chosen, device=logits.device)
+        out[at] = law(logits[at], [params[index] for index in chosen])
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -251,7 +252,11 @@ class World:
             self._spread(joint, (*text, token), weight * share)
 
 
-PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.7,
+}
 SETTINGS = {
     "plain": SamplingParams(temperature=1),
     "temperature": SamplingParams(temperature=0.6),

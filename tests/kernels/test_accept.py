@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.accept import DraftLaw, accept_greedy, accept_sampled, draw
+from draftsmith.kernels.accept import DraftLaw, accept_greedy, accept_sampled, draw, draw_rows
+from draftsmith.kernels.accept_chains import Chains, accept_chains_reference
 
 V = 5
 JUST_BELOW_ONE = 1 - 1e-12
@@ -90,3 +91,56 @@ def test_bonus_comes_from_the_last_row():
     p = torch.tensor([[0.0, 1.0, 0, 0, 0], [0, 0, 0, 0.25, 0.75]], dtype=torch.float64)
     results = [accept_sampled([1], None, p, [0.5, u]) for u in (0.1, 0.24, 0.26, 0.9)]
     assert results == [(1, 3), (1, 3), (1, 4), (1, 4)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 256, 700, 1024])
+def test_rows_are_drawn_as_one_running_sum_would(size: int):
+    """Blocks change nothing: each row's token is that of its own cumulative sum, with stretches of
+    zeros, the ends of [0, 1), and neighbours that cannot be drawn from."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(40, size, generator=generator, dtype=torch.float64)
+    weights[:20] *= torch.rand(20, size, generator=generator) < 0.01
+    weights[:20, size // 2] += 0.5
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64)
+    uniforms[:3], uniforms[20:23] = JUST_BELOW_ONE, 0
+    weights[30], weights[31, 0] = 0, float("nan")
+    tokens = draw_rows(weights, uniforms).tolist()
+    assert tokens[30:32] == [-1, -1]
+    for row in (*range(30), *range(32, 40)):
+        cumulative = weights[row].cumsum(0)
+        expected = int(torch.searchsorted(cumulative, uniforms[row] * cumulative[-1], right=True))
+        assert tokens[row] == min(expected, int(weights[row].nonzero()[-1]))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_chains_are_judged_as_each_alone(reduced: bool):
+    """A batch of drawn and chosen chains of every length against `accept_sampled`, one by one."""
+    generator = torch.Generator().manual_seed(2)
+    size, most, lengths = 9, 3, [3, 0, 1, 2] * 50
+    ids = torch.tensor([0, 3, 4, 8]) if reduced else None
+    columns = None
+    if ids is not None:
+        columns = torch.full((size,), -1)
+        columns[ids] = torch.arange(4)
+    starts = torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0)
+    target = torch.softmax(torch.randn(int(starts[-1]), size, generator=generator).double(), -1)
+    law = torch.softmax(
+        torch.randn(len(lengths), most, 4 if reduced else size, generator=generator).double(), -1
+    )
+    drawn = torch.rand(len(lengths), generator=generator) < 0.6
+    drafts = torch.full((len(lengths), most), -1)
+    for index, length in enumerate(lengths):
+        picks = torch.multinomial(law[index], 1, generator=generator)[:length, 0]
+        drafts[index, :length] = picks if ids is None else ids[picks]
+    uniforms = torch.rand(len(lengths), most + 1, generator=generator, dtype=torch.float64)
+    greedy = torch.zeros(len(lengths), dtype=torch.bool)
+    chains = Chains(drafts, starts, greedy, drawn, uniforms, law, columns)
+    unread = torch.zeros(len(target), dtype=torch.int64)
+    kept, following = accept_chains_reference(chains, unread, target)
+    for index, length in enumerate(lengths):
+        own = DraftLaw(law[index, :length], ids) if drawn[index] and length else None
+        rows = target[starts[index] : starts[index + 1]]
+        given = uniforms[index, : length + 1].tolist()
+        expected = accept_sampled(drafts[index, :length].tolist(), own, rows, given)
+        assert (int(kept[index]), int(following[index])) == expected
+    assert {0, 1, 2, 3} == set(kept.tolist())
