@@ -45,6 +45,8 @@ class Schedule(Protocol):
     """Runs what the scheduler planned."""
 
     metrics: EngineMetrics
+    lengths: DraftLengths
+    """How many drafts each request is asked for."""
 
     def step(self, plan: Plan) -> list[StepOutput]:
         """One batch; what it decided, in batch order."""
@@ -74,7 +76,7 @@ class Synchronous:
         self.pool = pool
         self.drafter = drafter
         self.metrics = EngineMetrics()
-        self.lengths: DraftLengths = draft_lengths(config)
+        self.lengths = draft_lengths(config)
 
     def step(self, plan: Plan) -> list[StepOutput]:
         """See `Schedule`."""

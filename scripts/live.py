@@ -116,7 +116,9 @@ class LiveAcceptance:
 
     def _part(self, head: Head) -> _Part | None:
         """This rank's share of the prompts; None where it only waits."""
-        settings, engine = self.config.validate, self.config.engine
+        settings = self.config.validate
+        # Weights are compared at one K, not at chains that follow the clock.
+        engine = dataclasses.replace(self.config.engine, adaptive=False)
         processes = world_size() if settings.ranks == "all" else 1
         if rank() >= processes:
             return None

@@ -60,7 +60,7 @@ def test_text_is_plain_decodings(target: Target, answers: Answers, name: str, ad
     engine = Engine(target, config(adaptive=adaptive), drafter)
     results = engine.run([list(prompt) for prompt in answers], GREEDY)
     assert [one.output for one in results] == list(answers.values())
-    assert served["lookup"] and (served["model"] or adaptive)
+    assert adaptive or (served["lookup"] and served["model"])  # the clock may choose no drafts
 
 
 def test_look_up_drafts_only_where_enough_tokens_match(target: Target):

@@ -84,9 +84,9 @@ def without_times(figures: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:the prompt set .* prompts, 8 were asked for")
 def test_counts_are_those_of_the_engine(overrides: list[str], head: Head) -> None:
     """By set and temperature; the score pools the sets at temperature 0; again, the same weights
-    give the same figures, sampled ones too."""
+    give the same figures, sampled ones too, as chains of K whatever `engine.adaptive` says."""
     config = to_config(composed(overrides))
-    live = LiveAcceptance(config, None)
+    live = LiveAcceptance(to_config(composed([*overrides, "engine.adaptive=true"])), None)
     figures = live(head)
     assert without_times(live(head)) == without_times(figures)
     target = Target.load(config.target)
@@ -99,7 +99,7 @@ def test_counts_are_those_of_the_engine(overrides: list[str], head: Head) -> Non
             right = measure(target, drafter, prompts, config.engine, params).to_json()
             found = figures["runs"][prompts.name][f"{temperature:g}"]
             shared = (right.keys() & found.keys()) - set(TIMES)
-            assert {"num_drafts", "by_context", "drafted_per_position"} <= shared
+            assert {"num_drafts", "by_context", "drafts_per_step_histogram"} <= shared
             assert {k: found[k] for k in shared} == {k: right[k] for k in shared}
             if temperature == 0.0:
                 calls, tokens = calls + found["target_calls"], tokens + found["decode_tokens"]
