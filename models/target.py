@@ -43,8 +43,8 @@ class TargetConfig:
     folder: str = "work/target"
     """Where a GGUF file is converted to, once."""
     layers: str = "auto"
-    """auto | lean | transformers: lean runs fused layers where the family has them (Llama), proven
-    equal."""
+    """auto | lean | transformers: lean runs fused layers where the family has them (Llama,
+    Mistral, Qwen2 and Qwen3), proven equal."""
     shape: dict[str, Any] = field(default_factory=dict)
     """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
     and `of`, the source that they describe. Nothing else reads it."""

@@ -219,9 +219,9 @@ class Bench:
         }
 
     def drafts(self, folder: Path) -> dict[str, Any]:
-        """Chains of three against plain decoding, eight requests in turn."""
+        """Chains of three against plain decoding, three requests in turn."""
         loaded = load_head(folder, self.target.fingerprint)
-        prompts = self.prompts[:8]
+        prompts = self.prompts[:3]
         counts: dict[str, Any] = {}
 
         def speculative() -> None:
