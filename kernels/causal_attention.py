@@ -7,8 +7,9 @@ This one function serves a packed prefill (n = S), a chunk with a past (n < S), 
 and the rows of a chain to verify (n = K + 1): what is dumped, trained on and decoded sees the same
 attention. Few queries go to PyTorch's fused attention with a mask on the last n columns only; many
 go in blocks of queries against exactly the keys they may see, which on CPUs without matrix units is
-twice as fast as the fused form in bfloat16. In that dtype the scores of a block are rounded to
-bfloat16 before the float32 softmax, as in transformers' eager attention.
+twice as fast as the fused form in bfloat16; with them a whole row goes through the fused form. In
+that dtype the scores of a block are rounded to bfloat16 before the float32 softmax, as in
+transformers' eager attention.
 
 Legend: Hq query heads, Hk key heads (Hq = G * Hk), n queries, S keys, D key width, Dv value width.
 """
@@ -69,6 +70,11 @@ def causal_attention(
             mask = _mask(n, past + n, window, q).repeat(group, 1)
         out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scaling)
         return out.view(heads, n, -1)
+    if past == 0 and window is None and softcap is None and _fused_is_faster(q, v):
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out[0]
     scaled = (q * scaling).view(k.shape[0], group, n, width)
     out = q.new_empty(k.shape[0], group, n, v.shape[-1])
     for start in range(0, n, _BLOCK):
@@ -89,6 +95,15 @@ def causal_attention(
         mixed = torch.bmm(weights, v[:, first:seen])
         out[:, :, start:end] = mixed.view(k.shape[0], group, rows, -1)
     return out.view(heads, n, -1)
+
+
+def _fused_is_faster(q: Tensor, v: Tensor) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and q.shape[-1] == v.shape[-1]
+        and torch.cpu._is_amx_tile_supported()
+    )
 
 
 def _mask(n: int, keys: int, window: int | None, like: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
-"""Decoder layers of the Llama family without the overhead: fused weights, packed once, a dozen
-calls a layer.
+"""Decoder layers of the Llama family and its relatives without the overhead: fused weights, packed
+once, nine calls a layer.
 
 In a decode pass of a small target, module calls and unfused elementwise steps cost as much as the
 matrix products. These layers compute the same function from the same weights (tests hold them
 against transformers' own in float64); they carry no gradient. q, k and v are one product; the
 activation, the gate's product and both residual sums ride on the products that precede them.
+
+    llama     as it is
+    mistral   a sliding window
+    qwen2     biases of q, k and v, a sliding window on some layers
+    qwen3     norms of each head's q and k, a sliding window on some layers
 """
 
 from __future__ import annotations
@@ -19,12 +24,14 @@ from ..kernels.rotary import rotate
 from .attention import AttentionContext
 from .norm import own_norm
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
 
 class LeanLayer:
-    """One Llama decoder layer.
+    """One decoder layer.
 
     Args:
-        layer: a `LlamaDecoderLayer` (or one of the same shape); its weights are copied in packed
+        layer: a `LlamaDecoderLayer` (or a relative's); its weights are copied in packed
             form.
         index: how the attention context knows this layer.
     """
@@ -39,6 +46,12 @@ class LeanLayer:
         self.qkv = PackedLinear(
             torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         )
+        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.bias = None if biases[0] is None else torch.cat(biases).detach()
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms = None if norms[0] is None else [_inference_norm(norm) for norm in norms]
+        own = getattr(attention.config, "sliding_window", None)
+        self.window: int | None = getattr(attention, "sliding_window", own)
         self.o = PackedLinear(attention.o_proj.weight)
         self.gated = GatedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
         self.down = PackedLinear(mlp.down_proj.weight)
@@ -54,24 +67,36 @@ class LeanLayer:
     ) -> Tensor:
         """The layer after its input norm: attention reads `read` [N, H] (or wider, where its
         projections are), x [N, H] is the residual -> [N, H]."""
-        heads = self.qkv(read).view(x.shape[0], -1, self.head_dim)
+        product = self.qkv(read)
+        if self.bias is not None:
+            product += self.bias
+        heads = product.view(x.shape[0], -1, self.head_dim)
         turned = self.q_heads + self.kv_heads
+        if self.head_norms is not None:
+            for norm, part in zip(
+                self.head_norms,
+                (heads[:, : self.q_heads], heads[:, self.q_heads : turned]),
+                strict=True,
+            ):
+                part.copy_(norm(part.reshape(-1, self.head_dim)).view(part.shape))
         rotate(heads[:, :turned], cos, sin)
         q, k, v = (
             part.transpose(0, 1)[None]
             for part in heads.split((self.q_heads, self.kv_heads, self.kv_heads), 1)
         )
-        mixed = context.attend(self.index, q, k, v, scaling=self.scaling, window=None, softcap=None)
+        mixed = context.attend(
+            self.index, q, k, v, scaling=self.scaling, window=self.window, softcap=None
+        )
         x = self.o(mixed.reshape(x.shape[0], -1), "add", x)
         h = self.mlp_norm(x)
         return self.down(self.gated(h), "add", x)
 
 
 class LeanStack:
-    """All layers of a Llama-family decoder; the transformers modules are not kept.
+    """All layers of a decoder; the transformers modules are not kept.
 
     Args:
-        decoder: a `LlamaModel`.
+        decoder: a `LlamaModel` or a relative's.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -80,9 +105,9 @@ class LeanStack:
 
     @staticmethod
     def supports(config: Any) -> bool:
-        """Llama layers without biases and with SiLU."""
+        """The module's families, with SiLU, without biases but Qwen2's."""
         return (
-            config.model_type == "llama"
+            config.model_type in FAMILIES
             and config.hidden_act == "silu"
             and not getattr(config, "attention_bias", False)
             and not getattr(config, "mlp_bias", False)

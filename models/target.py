@@ -44,8 +44,9 @@ class TargetConfig:
     folder: str = "work/target"
     """Where a GGUF file is converted to, once."""
     layers: str = "auto"
-    """auto | lean | transformers: auto runs fused layers (Llama) or attention on latents (DeepSeek)
-    where the family has them, proven equal; lean is fused layers or an error."""
+    """auto | lean | transformers: auto runs fused layers (Llama, Mistral, Qwen2, Qwen3) or attention
+    on latents (DeepSeek) where the family has them, proven equal; lean is fused layers or an
+    error."""
     shape: dict[str, Any] = field(default_factory=dict)
     """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
     and `of`, the source that they describe. Nothing else reads it."""

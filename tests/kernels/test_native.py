@@ -1,9 +1,8 @@
-"""C++ forms: who gets them, what happens where they cannot be built, and those of training against
-their definitions."""
+"""C++ files beside the ops: who builds them, who gets them, and what happens where they cannot be
+built."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 
 from draftsmith.kernels import jit
-from draftsmith.kernels.distill_chunk import distill_chunk, distill_chunk_reference
-from draftsmith.kernels.distill_loss import distill_loss
-from draftsmith.kernels.native import POINTER, Native
-from draftsmith.kernels.rms_norm import rms_norm
-from draftsmith.kernels.ttt_attention import ttt_attention
+from draftsmith.kernels.kv_append import kv_append, kv_append_reference
+from draftsmith.kernels.native import Native
+from draftsmith.kernels.rotary import rotate, rotate_reference
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+needs_compiler = pytest.mark.skipif(
+    Native("rotary", {}).library is None, reason="no C++ compiler on this machine"
+)
 
 
 @pytest.fixture
@@ -34,118 +33,79 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 @needs_compiler
 def test_who_gets_it(choose: Callable[[str], None]):
-    """`auto` and `compiled` where it can be built, the other words never; no tensor off the CPU, no
-    type that the files do not know."""
-    form = Native("rms_norm", {"rms_norm": [POINTER]})
-    like = torch.empty(0, 64)
+    """`auto` and `compiled` on a CPU; integers, other devices and the other words never."""
+    like = torch.empty(0)
     for word, expected in {"auto": True, "compiled": True, "reference": False}.items():
         choose(word)
-        assert form.serves(like) == form.serves(like.bfloat16()) == expected
-        assert not form.serves(like.half()) and not form.serves(like.to("meta"))
+        file = Native("rotary", {"rotate": []})
+        assert file.serves(like) == file.serves(like.double()) == expected
+        assert not file.serves(like.long()) and not file.serves(like.to("meta"))
 
 
 def test_without_a_compiler(choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
     """`auto` runs the plain form, `compiled` says what to install."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     choose("auto")
-    assert not Native("rms_norm", {}).serves(torch.empty(0, 64))
+    assert not Native("rotary", {"rotate": []}).serves(torch.empty(0))
     choose("compiled")
-    with pytest.raises(ValueError, match=r"rms_norm\.cpp cannot be built here; install g\+\+"):
-        Native("rms_norm", {}).serves(torch.empty(0, 64))
+    with pytest.raises(ValueError, match="compiled: rotary.cpp cannot be built here; install g"):
+        Native("rotary", {"rotate": []}).serves(torch.empty(0))
 
 
 @needs_compiler
-def test_a_file_that_does_not_build_is_told_once(
-    choose: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_does_not_compile_is_told_once(
+    choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """The plain form runs from then on."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """The compiler's own words reach the user, and the plain form runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     choose("auto")
-    form = Native("rms_norm", {})
-    form.source = tmp_path / "broken.cpp"
-    form.source.write_text("this is no C++\n")
-    with pytest.warns(UserWarning, match=r"(?s)broken\.cpp could not be built.*plain form runs"):
-        assert not form.serves(torch.empty(0, 64))
-    assert not form.serves(torch.empty(0, 64))
+    file = Native("rotary", {"rotate": []})
+    file.source = tmp_path / "broken.cpp"
+    file.source.write_text("this is no C++")
+    with pytest.warns(UserWarning, match="broken.cpp could not be built .*error"):
+        assert not file.serves(torch.empty(0))
+    assert not file.serves(torch.empty(0))  # and no second warning
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @needs_compiler
-def test_a_chunk_equals_its_definition(choose: Callable[[str], None]):
-    """Figures and gradient, odd numbers of rows and columns, ties, a cap, both types."""
-    choose("compiled")
+def test_a_built_file_is_kept_until_its_source_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """One file for one source; another source, another file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "two.cpp"
+    source.write_text('extern "C" int two() { return 2; }')
+    for returned in (2, 2, 3):
+        file = Native("two", {"two": []}, returns=("two",))
+        file.source = source
+        source.write_text(f'extern "C" int two() {{ return {returned}; }}')
+        assert file.library is not None and file.library.two() == returned
+    assert len(list(tmp_path.rglob("*.so"))) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rotation_equals_the_definition(dtype: torch.dtype):
+    """Some heads of a wider buffer; the others stay as they are."""
     torch.manual_seed(0)
-    for dtype, softcap, size in (
-        (torch.float32, 5.0, 37),
-        (torch.bfloat16, None, 4097),
-    ):
-        students = (torch.randn(5, size) * 3).to(dtype)
-        teachers = (torch.randn(3, size) * 3).to(dtype)
-        students[1, [7, 30]] = 20.0
-        rows = torch.tensor([0, 2, 2, 1, 0])
-        exact = students.double()
-        with torch.no_grad():
-            figures = distill_chunk(students, teachers, rows, logit_scale=0.7, softcap=softcap)
-        expected = distill_chunk_reference(
-            exact, teachers.double(), rows, logit_scale=0.7, softcap=softcap
-        )
-        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(students.double(), exact, rtol=tolerance, atol=2e-6)
-        for got, want in zip(figures[:3], expected[:3], strict=True):
-            torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
-        assert torch.equal(figures.student_top, expected.student_top)
-        assert torch.equal(figures.teacher_top, expected.teacher_top)
+    buffer = torch.randn(7, 5, 24, dtype=torch.float64).to(dtype)
+    cos, sin = (torch.randn(7, 24, dtype=torch.float64).to(dtype) for _ in range(2))
+    expected = buffer.double()
+    rotate_reference(expected[:, :3], cos.double(), sin.double())
+    rotate(buffer[:, :3], cos, sin)
+    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(buffer.double(), expected, rtol=bound, atol=bound)
 
 
-@needs_compiler
-@pytest.mark.parametrize("own_head", [False, True])
-def test_the_loss_is_the_same_through_it(choose: Callable[[str], None], own_head: bool):
-    """Value, every gradient and every statistic against the plain form; rows of many chunks, rows
-    that some steps leave out."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_stored_where_they_belong(dtype: torch.dtype):
+    """Strided rows, values of another width, a row that is not stored and may hold anything."""
     torch.manual_seed(0)
-    steps, rows, hidden, columns = 3, 41, 16, 4099
-    students = torch.randn(steps, rows, hidden)
-    teacher, head = torch.randn(rows, hidden), torch.randn(columns, hidden)
-    weight = torch.rand(steps, rows) * (torch.rand(steps, rows) > 0.4)
-    own = torch.randn(columns, hidden) if own_head else None
-
-    def run() -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_() for x in (students, own) if x is not None]
-        loss, stats = distill_loss(
-            leaves[0],
-            teacher,
-            weight,
-            head,
-            student_head=leaves[1] if own_head else None,
-            chunk=24,
-        )
-        return [loss.detach(), *torch.autograd.grad(loss, leaves), *stats]
-
-    choose("compiled")
-    fused = run()
-    choose("reference")
-    for got, want in zip(fused, run(), strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-
-
-@needs_compiler
-def test_a_training_step_is_the_same_through_it(choose: Callable[[str], None]):
-    """Norms and the chain's part of attention: values and gradients against the plain forms."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(37, 24), torch.rand(24)
-    q, k, v = torch.randn(4, 37, 16), torch.randn(2, 37, 16), torch.randn(2, 37, 16)
-    chain = [torch.randn(2, 37, 16) for _ in range(4)]
-
-    def run() -> list[torch.Tensor]:
-        leaves = [one.clone().requires_grad_() for one in (x, weight, q, k, v, *chain)]
-        normed = rms_norm(leaves[0], leaves[1], 1e-5)
-        seen = ttt_attention(
-            leaves[2], leaves[3], leaves[4], leaves[5:7], leaves[7:], [0, 20, 37], scaling=0.25
-        )
-        loss = normed.square().sum() + (seen * seen.detach().roll(1)).sum()
-        return [normed.detach(), seen.detach(), *torch.autograd.grad(loss, leaves)]
-
-    choose("compiled")
-    fused = run()
-    choose("reference")
-    for got, want in zip(fused, run(), strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    new = torch.randn(5, 2, 40).to(dtype).transpose(0, 1)
+    k, v = new[..., :24], new[..., 24:]
+    slots = torch.tensor([7, -1, 0, 9, 3])
+    pools = [torch.zeros(2, 10, width, dtype=dtype) for width in (24, 16)]
+    expected = [pool.clone() for pool in pools]
+    kv_append(pools[0], pools[1], k, v, slots)
+    kv_append_reference(expected[0], expected[1], k, v, slots)
+    assert all(torch.equal(a, b) for a, b in zip(pools, expected, strict=True))
