@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,12 @@ from .norm import use_own_norms
 from .skeleton import implementations, text_config
 from .source import resolve
 from .trunk import Trunk, tensor_files
+
+if TYPE_CHECKING:
+    from .heads import Head, HeadFunction
+
+Linear = Callable[[Tensor], Tensor]
+"""x [N, in] -> [N, out]."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -74,6 +81,23 @@ def prepare_folder(config: TargetConfig) -> Path:
     if not (path / "config.json").exists():
         raise ValueError(f"target {path}: no config.json; give a Hugging Face checkpoint folder")
     return path
+
+
+def runs_lean(config: TargetConfig, model_config: Any) -> bool:
+    """Whether a target's layers are to be lean.
+
+    Raises:
+        ValueError: they are asked for and the family has none, or an unknown choice.
+    """
+    if config.layers not in ("auto", "lean", "transformers"):
+        raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
+    lean = LeanStack.supports(model_config)
+    if config.layers == "lean" and not lean:
+        raise ValueError(
+            f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
+            "use auto"
+        )
+    return lean and config.layers != "transformers"
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -149,7 +173,7 @@ class Target:
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = trunk.hidden_size
         self.vocab_size = trunk.vocab_size
-        self._lm_head = PackedLinear(trunk.lm_head)
+        self.lm_head = self.linear(trunk.lm_head)
         self._fingerprint: dict[str, str] | None = None
 
     @classmethod
@@ -159,21 +183,14 @@ class Target:
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
         model_config = text_config(folder)
-        if config.layers not in ("auto", "lean", "transformers"):
-            raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
+        lean = runs_lean(config, model_config)
         tensor_files(folder)
-        _warn_of_changing_rope(folder, model_config)
+        warn_of_changing_rope(folder, model_config)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations())
         model = model.to(device).eval().requires_grad_(False)
         if dtype == torch.float64:
             use_own_norms(model)
         trunk = Trunk.load(folder, dtype, device)
-        lean = LeanStack.supports(model_config) and config.layers != "transformers"
-        if config.layers == "lean" and not lean:
-            raise ValueError(
-                f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
-                "use auto"
-            )
         stack = LeanStack(model.get_decoder()) if lean else HubStack(model.get_decoder())
         return cls(folder, model_config, stack, trunk, eos_ids(folder, model_config))
 
@@ -193,6 +210,15 @@ class Target:
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.folder)
         return self._fingerprint
+
+    def linear(self, weight: Tensor) -> Linear:
+        """A frozen weight [out, H] as the engine multiplies it: the lm_head's, or the rows of a
+        draft vocabulary."""
+        return PackedLinear(weight)
+
+    def head_function(self, head: Head) -> HeadFunction:
+        """A head in the engine's form, in the target's dtype and on its device."""
+        return head.for_inference(self.dtype, self.device, isinstance(self.stack, LeanStack))
 
     @torch.inference_mode()
     def forward(
@@ -215,11 +241,11 @@ class Target:
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
-        logits = self.trunk.finish_logits(self._lm_head(normed))
+        logits = self.trunk.finish_logits(self.lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _warn_of_changing_rope(folder: Path, config: Any) -> None:
+def warn_of_changing_rope(folder: Path, config: Any) -> None:
     """Of such a rope, what a row gives depends on the longest row beside it."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
