@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.packed_linear import PackedLinear
 from ..kernels.shift import shift_insert
 from ..models.heads import Head, HeadFunction, HeadStep
 from ..models.target import Target
@@ -76,15 +75,14 @@ class HeadDrafter:
                 "it was trained for another target"
             )
         self.trunk = target.trunk
-        self.function: HeadFunction = self.head.for_inference(
-            target.dtype, target.device, target.own_layers
-        )
+        self.function: HeadFunction = target.head_function(self.head)
         own = self.head.lm_head
-        self.lm_head = PackedLinear(
-            target.trunk.lm_head_weight(self.draft_ids)
-            if own is None
-            else own.detach().to(target.device, target.dtype)
-        )
+        if own is not None:
+            self.lm_head = target.linear(own.detach().to(target.device, target.dtype))
+        elif self.draft_ids is not None:
+            self.lm_head = target.linear(target.trunk.lm_head_weight(self.draft_ids))
+        else:
+            self.lm_head = target.lm_head
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(target.device)
         self.pool, self.first_layer = pool, first_layer

@@ -10,7 +10,7 @@ when there is no run it hands out scattered pages, and they are gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
@@ -164,6 +164,9 @@ class KVPool:
         self.poison = poison
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
+        self.mirror: Callable[..., None] | None = None
+        """Called with the name and arguments of whatever changes pages beside a forward call, where
+        other ranks hold further heads of these layers (`parallel`)."""
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads,
@@ -204,6 +207,8 @@ class KVPool:
         """Poison the slots of freed pages, where poisoning is on."""
         if not self.poison or not pages:
             return
+        if self.mirror:
+            self.mirror("forget", pages, page_size)
         slots = torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
         for tensor in [*self.keys, *self.values]:
             if tensor is not None:

@@ -14,6 +14,7 @@ activation, the gate's product and both residual sums ride on the products that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class LeanLayer:
         self.down = PackedLinear(mlp.down_proj.weight)
         self.input_norm = _inference_norm(layer.input_layernorm)
         self.mlp_norm = _inference_norm(layer.post_attention_layernorm)
+        # Of a layer that ranks hold between them (`shard`), these two give a part of their sum.
+        self.o = _summed(attention.o_proj, self.o)
+        self.down = _summed(mlp.down_proj, self.down)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [N, H], cos and sin [N, D] (sin with the first half negated) -> [N, H]."""
@@ -90,6 +94,25 @@ class LeanLayer:
         x = self.o(mixed.reshape(x.shape[0], -1), "add", x)
         h = self.mlp_norm(x)
         return self.down(self.gated(h), "add", x)
+
+
+class _Summed:
+    """A `PackedLinear` of this rank's columns: y = sum over the ranks, then the step that
+    follows."""
+
+    def __init__(self, part: PackedLinear, total: Callable[[Tensor], Tensor]) -> None:
+        self.part = part
+        self.total = total
+
+    def __call__(self, x: Tensor, then: str = "none", other: Tensor | None = None) -> Tensor:
+        """As `PackedLinear`'s, of which a layer's own two uses are known here."""
+        assert then == "add" and other is not None
+        return self.total(self.part(x)) + other
+
+
+def _summed(module: Any, part: PackedLinear) -> PackedLinear | _Summed:
+    total = getattr(module, "total", None)
+    return part if total is None else _Summed(part, total)
 
 
 class LeanStack:

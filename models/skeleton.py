@@ -72,6 +72,13 @@ def read_tensors(
     return held(model, _read(files, [key for key in files if names(key)[0].startswith(prefixes)]))
 
 
+def stored_names(model: Any, files: dict[str, Path]) -> dict[str, str]:
+    """Tensor name in the model -> its name in the files, of the tensors that both hold alike."""
+    names = _Names(model)
+    found = ((key, *names(key)) for key in files)
+    return {name: key for key, name, converter in found if converter is None}
+
+
 def held(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a checkpoint of the model's family spells them -> as its modules hold them: the
     experts of a layer in one. Whatever stands before a layer's own names is kept."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ from .skeleton import implementations, text_config
 from .source import resolve
 from .trunk import Trunk, tensor_files
 
+if TYPE_CHECKING:
+    from .heads import Head, HeadFunction
+
+Linear = Callable[[Tensor], Tensor]
+"""x [N, in] -> [N, out]."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -44,9 +51,9 @@ class TargetConfig:
     folder: str = "work/target"
     """Where a GGUF file is converted to, once."""
     layers: str = "auto"
-    """auto | lean | transformers: auto runs fused layers (Llama, Mistral, Qwen2, Qwen3) or attention
-    on latents (DeepSeek) where the family has them, proven equal; lean is fused layers or an
-    error."""
+    """auto | lean | transformers: auto runs fused layers (Llama, Mistral, Qwen2, Qwen3) or
+    attention on latents (DeepSeek) where the family has them, proven equal; lean is fused layers or
+    an error."""
     shape: dict[str, Any] = field(default_factory=dict)
     """What `plan` takes the model to be while its files are elsewhere: fields of its config.json,
     and `of`, the source that they describe. Nothing else reads it."""
@@ -85,6 +92,23 @@ def prepare_folder(config: TargetConfig) -> Path:
     if not (path / "config.json").exists():
         raise ValueError(f"target {path}: no config.json; give a Hugging Face checkpoint folder")
     return path
+
+
+def runs_lean(config: TargetConfig, model_config: Any) -> bool:
+    """Whether a target's layers are to be lean.
+
+    Raises:
+        ValueError: they are asked for and the family has none, or an unknown choice.
+    """
+    if config.layers not in ("auto", "lean", "transformers"):
+        raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
+    lean = LeanStack.supports(model_config)
+    if config.layers == "lean" and not lean:
+        raise ValueError(
+            f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
+            "use auto"
+        )
+    return lean and config.layers != "transformers" and not config.spread
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -171,7 +195,7 @@ class Target:
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = trunk.hidden_size
         self.vocab_size = trunk.vocab_size
-        self._lm_head = PackedLinear(trunk.lm_head)
+        self.lm_head = self.linear(trunk.lm_head)
         self._fingerprint: dict[str, str] | None = None
 
     @classmethod
@@ -181,10 +205,9 @@ class Target:
         folder = prepare_folder(config)
         dtype, device = torch_dtype(config.dtype), torch_device(config.device)
         model_config = text_config(folder)
-        if config.layers not in ("auto", "lean", "transformers"):
-            raise ValueError(f"target.layers {config.layers!r}: choose auto, lean or transformers")
+        lean = runs_lean(config, model_config)
         tensor_files(folder)
-        _warn_of_changing_rope(folder, model_config)
+        warn_of_changing_rope(folder, model_config)
         placed = _placement(config) if config.spread else {}
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, **placed, **implementations()
@@ -194,12 +217,6 @@ class Target:
             use_own_norms(model)
         trunk = Trunk.load(folder, dtype, device)
         own = config.layers != "transformers" and not placed
-        lean = own and LeanStack.supports(model_config)
-        if config.layers == "lean" and not lean:
-            raise ValueError(
-                f"target.layers=lean: the family {model_config.model_type!r} has no lean layers; "
-                "use auto"
-            )
         decoder = model.get_decoder()
         if own and not lean:
             use_latents(decoder)
@@ -224,6 +241,15 @@ class Target:
             self._fingerprint = fingerprint(self.folder)
         return self._fingerprint
 
+    def linear(self, weight: Tensor) -> Linear:
+        """A frozen weight [out, H] as the engine multiplies it: the lm_head's, or the rows of a
+        draft vocabulary."""
+        return PackedLinear(weight)
+
+    def head_function(self, head: Head) -> HeadFunction:
+        """A head in the engine's form, in the target's dtype and on its device."""
+        return head.for_inference(self.dtype, self.device, self.own_layers)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -245,7 +271,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
-        logits = self.trunk.finish_logits(self._lm_head(normed))
+        logits = self.trunk.finish_logits(self.lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -269,7 +295,7 @@ def _placement(config: TargetConfig) -> dict[str, Any]:
     }
 
 
-def _warn_of_changing_rope(folder: Path, config: Any) -> None:
+def warn_of_changing_rope(folder: Path, config: Any) -> None:
     """Of such a rope, what a row gives depends on the longest row beside it."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -69,7 +69,7 @@ class Trunk:
     @classmethod
     def load(
         cls, folder: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Trunk:
+    ) -> Self:
         """Read the three tensors of a Hugging Face safetensors folder and nothing else.
 
         Raises:

@@ -17,11 +17,13 @@ from ..inference.draft_lm import DraftLM, DraftLMDrafter
 from ..inference.drafters import Drafter, NgramDrafter
 from ..inference.head_drafter import HeadDrafter
 from ..inference.hybrid import HybridDrafter, NgramConfig
+from ..inference.parallel import SharedTarget
 from ..inference.tree import TreeConfig
 from ..inference.tree_drafter import TreeHeadDrafter
 from ..models.formats.source import find_source
 from ..models.heads import HEADS, Head, LoadedHead, build_head
 from ..models.target import Target, fingerprint
+from .app import Invocation
 from .artifacts import Artifacts
 
 
@@ -95,6 +97,13 @@ def draft_model(config: Config, names: Iterable[str]) -> Target | None:
     if config.draft_lm.source is not None:
         warnings.warn("draft_lm.source is not used: no drafter asked for is draft-lm", stacklevel=2)
     return None
+
+
+def say_shares(target: Target, invocation: Invocation) -> None:
+    """Of a target on several ranks, how much each holds."""
+    if isinstance(target, SharedTarget):
+        shares = " + ".join(f"{rank.weights / 2**20:,.0f}" for rank in target.memory())
+        invocation.say(f"[dim]the target's weights by rank: {shares} MiB[/]")
 
 
 def is_head(name: str) -> bool:

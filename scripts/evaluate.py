@@ -18,6 +18,7 @@ from ..data.store import Store
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
 from ..inference.draft_lm import DraftLM
+from ..inference.parallel import Load, joined
 from ..inference.plots import unconditional
 from ..inference.report import render
 from ..inference.tables import verdicts
@@ -33,6 +34,7 @@ from .acceptance import (
     is_head,
     prompt_set,
     require_kind,
+    say_shares,
 )
 from .app import Invocation, Verb
 from .artifacts import Artifacts
@@ -44,7 +46,10 @@ _TRAINED = ("head", "ngram+head", "draft-lm", "ngram+draft-lm")
 
 def run(config: Config, invocation: Invocation) -> None:
     """Measure, write the report, show its table."""
-    report, written = evaluate(config, invocation)
+    with joined() as load:
+        if load is None:
+            return
+        report, written = evaluate(config, invocation, load)
     show(report, invocation)
     invocation.wrote(
         **{path.suffix[1:]: path for path in written if path.suffix != ".png"},
@@ -53,15 +58,21 @@ def run(config: Config, invocation: Invocation) -> None:
     invocation.next("export")
 
 
-def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], list[Path]]:
-    """The report, and the files it was written to."""
+def evaluate(
+    config: Config, invocation: Invocation, load: Load = Target.load
+) -> tuple[dict[str, Any], list[Path]]:
+    """The report, and the files it was written to.
+
+    Args:
+        load: how the target is loaded, see `parallel.joined`.
+    """
     artifacts, settings = Artifacts.of(config), config.evaluate
     # A head may be listed as `head` and by its kind; it is measured once.
     listed = ("head" if is_head(name) else name for name in settings.drafters)
     names = tuple(dict.fromkeys(("none", *listed)))
     model = draft_model(config, names)
     runs, target, loaded = _pass(
-        config, config.target.dtype, names, settings.temperatures, model, invocation
+        config, config.target.dtype, names, settings.temperatures, model, invocation, load
     )
     about = {
         "target": _about_target(target, config),
@@ -74,7 +85,7 @@ def evaluate(config: Config, invocation: Invocation) -> tuple[dict[str, Any], li
         once = dataclasses.replace(settings, draft_tokens=())
         proof = dataclasses.replace(config, engine=batched, evaluate=once)
         compared = tuple(name for name in names if name == "none" or name in _TRAINED)
-        runs += _pass(proof, settings.proof, compared, (0.0,), model, invocation)[0]
+        runs += _pass(proof, settings.proof, compared, (0.0,), model, invocation, load)[0]
     report = {
         **about,
         "data": _about_data(artifacts),
@@ -95,10 +106,12 @@ def _pass(
     temperatures: tuple[float, ...],
     model: Target | None,
     invocation: Invocation,
+    load: Load,
 ) -> tuple[list[dict[str, Any]], Target, LoadedHead | None]:
     """Every drafter on every prompt set and temperature, the target in one dtype."""
     settings, runs = config.evaluate, []
-    target = Target.load(dataclasses.replace(config.target, dtype=dtype))
+    target = load(dataclasses.replace(config.target, dtype=dtype))
+    say_shares(target, invocation)
     loaded = _head(config, target)
     lm = DraftLM.paired(model, target) if model else None
     tokenizer = load_tokenizer(target.folder)
@@ -346,6 +359,7 @@ VERB = Verb(
     examples=(
         "draftsmith evaluate",
         "draftsmith evaluate evaluate.temperatures=[0,1] evaluate.limit=80",
+        "torchrun --nproc-per-node 4 -m draftsmith.scripts.evaluate target=llama-3.3-70b",
         "draftsmith evaluate evaluate.head=some/head evaluate.prompts=[mt_bench,my/prompts.jsonl] "
         "engine.draft_tokens=5",
         "draftsmith evaluate engine.tree.kind=dynamic engine.draft_tokens=5",

@@ -14,19 +14,27 @@ from ..inference.config import SamplingParams
 from ..inference.draft_lm import DraftLM
 from ..inference.drafters import Drafter
 from ..inference.engine import Engine
+from ..inference.parallel import Load, joined
 from ..inference.running_text import RunningText
 from ..models.heads import load_head
 from ..models.target import Target, load_tokenizer
-from .acceptance import draft_model, drafter, drafts_with_head
+from .acceptance import draft_model, drafter, drafts_with_head, say_shares
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 
 
 def run(config: Config, invocation: Invocation) -> None:
     """Answer one prompt, or question after question until an empty line."""
+    with joined() as load:
+        if load is not None:
+            _chat(config, invocation, load)
+
+
+def _chat(config: Config, invocation: Invocation, load: Load) -> None:
     settings = config.generate
     model = draft_model(config, [settings.drafter])
-    target = Target.load(config.target)
+    target = load(config.target)
+    say_shares(target, invocation)
     tokenizer = load_tokenizer(target.folder)
     lm = DraftLM.paired(model, target) if model else None
     engine = Engine(target, config.engine, _drafter(config, target, lm, invocation))

@@ -1,0 +1,175 @@
+"""The engine on several ranks beside the engine on one, for `test_parallel`; run by torchrun.
+
+ranks.py '{"cases": [{"name", "target", "drafter", ...}, ...], "out": FOLDER}'
+
+The leader answers every case twice, on its own and with the other, and writes what it found to
+out/leader.json; each rank writes what it was fed to out/rank-N.json. At last the other is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+
+from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
+
+from draftsmith.inference.config import EngineConfig, SamplingParams
+from draftsmith.inference.draft_lm import DraftLM, DraftLMDrafter
+from draftsmith.inference.drafters import Drafter
+from draftsmith.inference.engine import Engine
+from draftsmith.inference.follower import Follower
+from draftsmith.inference.head_drafter import HeadDrafter
+from draftsmith.inference.line import held
+from draftsmith.inference.pages import KVPool
+from draftsmith.inference.parallel import Load, SharedTarget, joined
+from draftsmith.kernels.packed_linear import PackedLinear
+from draftsmith.models.lean import LeanStack
+from draftsmith.models.target import Target, TargetConfig
+from draftsmith.models.trunk import Trunk
+
+CONFIG = EngineConfig(pool_tokens=512, page_size=4, poison=True, max_batch=3, max_step_tokens=24)
+FEW = PROMPTS[::2]
+PARAMS = {
+    "greedy": SamplingParams(max_new_tokens=10, ignore_eos=True),
+    "sampled": SamplingParams(max_new_tokens=10, temperature=1.0, top_p=0.9, seed=3),
+}
+"""Of a request of the toys."""
+
+
+def listen() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the shared layers of this process are fed and give, from now on."""
+    heard: list[tuple[torch.Tensor, torch.Tensor]] = []
+    forward = LeanStack.forward
+
+    def listening(stack: LeanStack, embeds: torch.Tensor, *rest: Any) -> Any:
+        out = forward(stack, embeds, *rest)
+        if not isinstance(stack.layers[0].o, PackedLinear):
+            heard.append((embeds.clone(), out[len(stack.layers)].clone()))
+        return out
+
+    mock.patch.object(LeanStack, "forward", listening).start()
+    return heard
+
+
+def drafter(case: dict[str, Any], target: Target) -> Drafter | None:
+    """Of a case, fresh; its weights follow from the case alone."""
+    kind = case["drafter"]
+    if kind == "none":
+        return None
+    if kind == "draft-lm":
+        model = Target.load(TargetConfig(case["draft_lm"], dtype="float64", device="cpu"))
+        return DraftLMDrafter(DraftLM.paired(model, target))
+    ids = torch.arange(0, 512, 3) if case.get("reduced") else None
+    torch.manual_seed(0)
+    return HeadDrafter(away_from_its_start(HEAD_CONFIGS[kind], target, ids), ids)
+
+
+def answers(case: dict[str, Any], target: Target) -> tuple[dict[str, Any], Engine]:
+    """Texts and counts of a case, greedy and sampled, and the last engine, which still has its
+    pages."""
+    found: dict[str, Any] = {}
+    engine: Engine | None = None
+    for name, params in PARAMS.items():
+        engine = Engine(target, CONFIG, drafter(case, target))
+        found[name] = [sequence.output for sequence in engine.run(FEW, params)]
+        counts = engine.metrics
+        found[f"{name} drafts"] = [counts.num_draft_tokens, counts.num_accepted_tokens]
+    assert engine is not None
+    return found, engine
+
+
+def weights_of(target: Target, case: dict[str, Any]) -> int:
+    """Bytes that one rank alone holds of a case's target and head."""
+    drafting = drafter(case, target)
+    things: list[Any] = [target]
+    if isinstance(drafting, HeadDrafter):
+        drafting.attach(target, KVPool(0, 0), 0)
+        things += [drafting.function, drafting.lm_head]
+    return held(things, []).weights
+
+
+def lead(load: Load, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every case on one rank and on all."""
+    found: dict[str, Any] = {}
+    for case in cases:
+        config = TargetConfig(case["target"], dtype="float64", device="cpu")
+        alone, shared = Target.load(config), load(config)
+        assert isinstance(shared, SharedTarget)
+        right, _ = answers(case, alone)
+        ours, engine = answers(case, shared)
+        found[case["name"]] = {
+            "alone": right,
+            "shared": ours,
+            "weights": weights_of(alone, case),
+            "ranks": [asdict(one) for one in shared.memory()],
+        }
+    return found
+
+
+def refusal(load: Load, folder: str) -> str:
+    """What is said of a target that cannot be shared; the ranks go on."""
+    try:
+        load(TargetConfig(folder, dtype="float64", device="cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def loss(load: Load, case: dict[str, Any], out: Path) -> str:
+    """What is said when the other rank ends in the middle of a call."""
+    engine = Engine(load(TargetConfig(case["target"], dtype="float64", device="cpu")), CONFIG)
+    (out / "end").touch()
+    try:
+        engine.run(FEW, PARAMS["greedy"])
+    except ConnectionError as error:
+        return str(error)
+    return ""
+
+
+def end_when_told(out: Path, last: Callable[[], None]) -> None:
+    """Let a rank beside the leader be gone where it should multiply, once there is a file `end`."""
+    rows = Follower._rows
+
+    def ending(follower: Follower, number: int, values: list[int]) -> None:
+        if (out / "end").exists():
+            last()
+            os._exit(0)
+        rows(follower, number, values)
+
+    mock.patch.object(Follower, "_rows", ending).start()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    heard, out, cases = listen(), Path(given["out"]), given["cases"]
+
+    def tell() -> None:
+        """Rows of embeddings are told as the tokens that they are of."""
+        table = Trunk.load(cases[0]["target"], torch.float64).embedding
+        fed = [part for part, _ in heard if part.shape[1] == table.shape[1]]
+        tokens = [(part[:, None] == table).all(-1).nonzero()[:, 1].tolist() for part in fed]
+        told = {"tokens": tokens, "states": [float(states.sum()) for _, states in heard]}
+        (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+    end_when_told(out, tell)
+    with joined() as load:
+        assert load is not None
+        found = {"refused": refusal(load, given["one_head"]), **lead(load, cases)}
+        found["lost"] = loss(load, cases[0], out)
+        tell()
+        (out / "leader.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
