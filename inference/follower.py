@@ -145,9 +145,8 @@ class Follower:
             length, count = rest[place : place + 2]
             place += 2 + -(-length // page_size)
             pages = rest[place - -(-length // page_size) : place]
-            sequence = Sequence(
-                "", [], 0, self._params, self._generator, pages=pages, page_size=page_size
-            )
+            sequence = Sequence("", [], 0, self._params, self._generator, length)
+            sequence.pages, sequence.page_size = pages, page_size
             parts.append((sequence, length - count, [0] * count))
         return PagedContext(self.pools[pool], Batch.build(parts, device), first_layer)
 

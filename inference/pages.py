@@ -197,6 +197,8 @@ class KVPool:
     @torch.inference_mode()
     def copy(self, source: int, target: int, page_size: int) -> None:
         """Copy one page, in every layer that has been written."""
+        if self.mirror:
+            self.mirror("copy", source, target, page_size)
         for tensor in [*self.keys, *self.values]:
             if tensor is not None:
                 pages = torch.tensor([[source], [target]], device=tensor.device)

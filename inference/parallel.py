@@ -137,15 +137,8 @@ class Leader:
                 "engine.tree.kind=none, or run one process"
             )
         fields = [field.name for field in dataclasses.fields(batch)]
-        assert fields == [
-            "sequences",
-            "starts",
-            "tokens",
-            "positions",
-            "slots",
-            "lengths",
-            "trees",
-        ], "a batch has something that the other ranks are not told"
+        told = ["sequences", "starts", "tokens", "positions", "slots", "lengths", "trees"]
+        assert fields == told, "a batch has something that the other ranks are not told"
         number = self._pools.get(pool)
         if number is None:
             number = self._pools[pool] = self.keep(pool)

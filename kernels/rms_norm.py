@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    own = _NATIVE.serves(x) and weight.dtype == x.dtype
+    own = _NATIVE.serves(x) and _NATIVE.serves(weight) and weight.dtype == x.dtype
     if own or use_triton(x):
         form = _native if own else _launch
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -168,8 +168,11 @@ def narrow(layer: Any, group: Group, place: str) -> None:
     """Leave a decoder layer (weights in memory, no gradient) its rank's share, in place; a
     `LeanLayer` made of it gives the whole layer's output."""
     for name, (rows, columns) in LayerShare.of(layer, group, place).parts().items():
-        weight = layer.get_submodule(name).weight.detach()
+        part = layer.get_submodule(name)
+        weight, bias = part.weight.detach(), getattr(part, "bias", None)
         _put(layer, name, weight[rows, columns].clone(), group)
+        if bias is not None:
+            part.bias = nn.Parameter(bias.detach()[rows].clone(), requires_grad=False)
 
 
 def load_share(
@@ -202,9 +205,16 @@ def load_share(
             parts = LayerShare.of(layer, group, f"target {folder}").parts()
             for name, (rows, columns) in parts.items():
                 _put(layer, name, read(f"{prefix}.{name}.weight", rows, columns), group)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                weight = read(f"{prefix}.{name}.weight", slice(None), None)
-                layer.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+                part = layer.get_submodule(name)
+                if getattr(part, "bias", None) is not None:
+                    bias = read(f"{prefix}.{name}.bias", rows, None)
+                    part.bias = nn.Parameter(bias, requires_grad=False)
+            # What is left are norms, which every rank has whole.
+            for name, left in list(layer.named_parameters()):
+                if left.is_meta:
+                    module, _, which = name.rpartition(".")
+                    weight = nn.Parameter(read(f"{prefix}.{name}", slice(None), None), False)
+                    setattr(layer.get_submodule(module), which, weight)
             yield layer
             layer.to("meta")  # the lean layer has what it needs
 

@@ -55,7 +55,7 @@ def found(
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     names = ("leader", "rank-0", "rank-1")
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 
