@@ -176,4 +176,5 @@ def head_share(head: Head, weights: list[Tensor], group: Group) -> HeadFunction:
     for module in list(head.modules()):
         if hasattr(module, "self_attn"):
             narrow(module, group, f"a head of kind {head.kind}")
+    head.lm_head = None  # the target's `linear` has it
     return head.lean()

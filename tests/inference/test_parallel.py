@@ -104,7 +104,7 @@ def test_each_rank_holds_about_half(found: dict[str, Any]) -> None:
         whole, ranks = found["leader"][case]["weights"], found["leader"][case]["ranks"]
         leader, other = (rank["weights"] for rank in ranks)
         assert 0.35 * whole < other <= leader < 0.62 * whole, case
-        assert leader + other < 1.1 * whole, case
+        assert leader + other < 1.1 * whole, (case, whole, leader, other)
         pages = [rank["pages"] for rank in ranks]
         # By heads: 1 and 1, or 1 and 2.
         assert pages[1] == pages[0] * (1 if case == "plain" else 2) > 0, case
@@ -147,4 +147,5 @@ def test_shares_cover_a_layer_evenly(
     assert all(
         share.q.start == share.kv.start * layer.self_attn.num_key_value_groups for share in shares
     )
-    assert max(held) < 1.06 * min(held), held
+    # To a block of 16 columns in gate, up and down.
+    assert max(held) - min(held) <= 16 * 3 * layer.mlp.gate_proj.in_features, held
