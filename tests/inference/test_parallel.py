@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from draftsmith.models.shard import Group, LayerShare
 from draftsmith.models.skeleton import skeleton, text_config
@@ -42,7 +42,7 @@ def found(
         {"name": "eagle3", "target": odd, "drafter": "eagle3"},
         {"name": "medusa", "target": even, "drafter": "medusa"},
         {"name": "draft-lm", "target": odd, "drafter": "draft-lm", "draft_lm": odd},
-        {"name": CASES[5], "target": str(_qwen(out / "qwen")), "drafter": "mtp"},
+        {"name": CASES[5], "target": str(_olmo(out / "olmo")), "drafter": "mtp"},
     ]
     one_head = str(tiny_llama_folder(num_key_value_heads=1))
     told = json.dumps({"out": str(out), "cases": cases, "one_head": one_head})
@@ -60,20 +60,19 @@ def found(
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 
 
-def _qwen(folder: Path) -> Path:
+def _olmo(folder: Path) -> Path:
     """A family whose layers transformers shares."""
-    shape = Qwen3Config(
+    shape = Olmo2Config(
         vocab_size=512,
         num_hidden_layers=2,
         hidden_size=64,
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Qwen3ForCausalLM(shape).save_pretrained(folder)
+        Olmo2ForCausalLM(shape).save_pretrained(folder)
     return folder
 
 
