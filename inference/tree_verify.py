@@ -30,7 +30,9 @@ def verify_trees(
     Raises:
         ValueError: logits that are not finite.
     """
-    check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
+    best, choices = logits.max(-1)
+    if not bool(torch.isfinite(best).all()):
+        check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
     laws: dict[int, Tensor] = {}
     for index, sequence in enumerate(sequences):
         if not sequence.params.greedy:
@@ -43,7 +45,7 @@ def verify_trees(
         for index, law in laws.items():
             target[batch.starts[index] : batch.starts[index + 1]] = law
     trees = _trees(batch, sequences, proposals, target)
-    paths, following = accept_trees(trees, logits.argmax(-1), target)
+    paths, following = accept_trees(trees, choices, target)
     kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
     verdict = Verdict(kept, following.tolist())
     for index, sequence in enumerate(sequences):
