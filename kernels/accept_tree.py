@@ -279,7 +279,7 @@ def accept_trees_kernel(
                     if law is not None:
                         place = tl.load(law_rows + base + row, is_drawn, 0) * law_width
                         if refusals > 0:
-                            chance = tl.load(rest + vocabulary + token, is_drawn, 0.0)
+                            chance = tl.load(rest + (vocabulary + token), is_drawn, 0.0)
                             chance = chance.to(tl.float64)
                         else:
                             column = token
@@ -290,7 +290,7 @@ def accept_trees_kernel(
                         chance = tl.where(is_drawn, chance, 1.0)
                     if refusals == 0:
                         remains = tl.load(source + token).to(tl.float64)
-                    uniform = tl.load(uniforms + base + child - 1)
+                    uniform = tl.load(uniforms + (base + child - 1))
                     keeps = uniform * (chance * mass) < remains * weight
                     if not keeps:
                         sought = tl.load(tokens + base + sibling, sibling >= 0, -1)
@@ -312,10 +312,10 @@ def accept_trees_kernel(
                                 read = inside & is_drawn & (column >= 0) & (refusals == 0)
                                 q = tl.load(law + place + column, read, 0.0).to(tl.float32)
                                 again = inside & is_drawn & (refusals > 0)
-                                q += tl.load(rest + vocabulary + at, again, 0.0)
+                                q += tl.load(rest + (vocabulary + at), again, 0.0)
                                 p -= q * share
                                 q = tl.where(at == token, 0.0, q)
-                                tl.store(rest + vocabulary + at, q, inside)
+                                tl.store(rest + (vocabulary + at), q, inside)
                                 weight += tl.sum(q.to(tl.float64))
                             struck = (at == token) & (not is_drawn)
                             p = tl.where((p < 0) | struck, 0.0, p)  # NaN stays
@@ -342,7 +342,7 @@ def accept_trees_kernel(
         if not is_greedy:
             source = target + (first + row) * vocabulary
             rest = left + tree * (1 if law is None else 2) * vocabulary
-            uniform = tl.load(uniforms + base + rows - 1)
+            uniform = tl.load(uniforms + (base + rows - 1))
             total = tl.zeros([], tl.float64)
             final = tl.full([], -1, tl.int64)  # the last token with mass
             for begin in range(0, vocabulary, BLOCK):

@@ -19,8 +19,11 @@ from draftsmith.inference.drafters import Proposal
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.pages import KVPool
 from draftsmith.inference.sequence import Sequence
-from draftsmith.inference.tree import TreeConfig, depths_of
+from draftsmith.inference.tree import TreeConfig, depths_of, rows_of
 from draftsmith.inference.tree_drafter import TreeHeadDrafter
+from draftsmith.inference.tree_verify import verify_trees
+from draftsmith.kernels.accept import DraftLaw, draw
+from draftsmith.kernels.accept_tree import walk_sampled
 from draftsmith.models.heads import build_head
 from draftsmith.models.target import Target
 
@@ -222,6 +225,52 @@ def test_sampled_trees_have_the_targets_law(
     freedom = int(likely.sum()) - 1
     assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
     assert engine.metrics.num_accepted_tokens > count / 10
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2, 3, 5, 6]], ids=["whole", "reduced"])
+def test_each_row_is_judged_by_its_own_law(ids: list[int] | None):
+    """Two trees and a greedy one, with very different laws at every node: what the batch decides is
+    what each tree's walk decides."""
+    generator = torch.Generator().manual_seed(1)
+    table = None if ids is None else torch.tensor(ids)
+    parents, inner, kept = [-1, -1, 0, 0, 1], [0, 1, 2], set()
+    for seed in range(40):
+        sequences, proposals = [], []
+        for index in range(3):
+            params = SamplingParams(8, temperature=float(index > 0), seed=seed, ignore_eos=True)
+            sequence = Sequence.create(str(index), [1, 2], params)
+            sequence.pages, sequence.page_size = [index], 16
+            laws = torch.softmax(4 * torch.randn(3, len(ids or range(7)), generator=generator), -1)
+            tokens = [0] * 5
+            for row, law in enumerate(laws.double()):
+                children = [node for node in range(5) if parents[node] == row - 1]
+                drawn = torch.multinomial(law, len(children), generator=generator)
+                for node, token in zip(children, drawn.tolist(), strict=True):
+                    tokens[node] = token if ids is None else ids[token]
+            law = DraftLaw(laws.double(), table) if index else None
+            sequences.append(sequence)
+            proposals.append(Proposal(tokens, law, parents))
+        parts = [(one, 1, [2, *two.tokens]) for one, two in zip(sequences, proposals, strict=True)]
+        rows = rows_of(parents, 5)
+        batch = Batch.build(parts, parents=[rows] * 3)
+        logits = 2 * torch.randn(18, 7, generator=generator, dtype=torch.float64)
+        streams = [sequence.foreseen(6) for sequence in sequences]
+        verdict = verify_trees(batch, sequences, proposals, logits)
+        links = [1, 3, 5, -1, -1, -1], [-1, 2, -1, 4, -1, -1]
+        for index in (1, 2):
+            law = proposals[index].law
+            assert law is not None
+            path, weights = walk_sampled(
+                [0, *proposals[index].tokens],
+                *links,
+                dict(zip(inner, law.dense(7), strict=True)).__getitem__,
+                torch.softmax(logits[6 * index : 6 * index + 6], -1),
+                streams[index],
+            )
+            assert verdict.kept[index] == [row - 1 for row in path]
+            assert verdict.following[index] == draw(weights, streams[index][-1])
+            kept.add(tuple(path))
+    assert len(kept) >= 5
 
 
 def test_shapes():
