@@ -49,8 +49,11 @@ class LeanLayer:
         )
         biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.bias = None if biases[0] is None else torch.cat(biases).detach()
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.head_norms = None if norms[0] is None else [_inference_norm(norm) for norm in norms]
+        self.head_norms = [
+            _inference_norm(getattr(attention, name))
+            for name in ("q_norm", "k_norm")
+            if hasattr(attention, name)
+        ]
         own = getattr(attention.config, "sliding_window", None)
         self.window: int | None = getattr(attention, "sliding_window", own)
         self.o = PackedLinear(attention.o_proj.weight)
@@ -76,13 +79,9 @@ class LeanLayer:
             product += self.bias
         heads = product.view(x.shape[0], -1, self.head_dim)
         turned = self.q_heads + self.kv_heads
-        if self.head_norms is not None:
-            for norm, part in zip(
-                self.head_norms,
-                (heads[:, : self.q_heads], heads[:, self.q_heads : turned]),
-                strict=True,
-            ):
-                part.copy_(norm(part.reshape(-1, self.head_dim)).view(part.shape))
+        both = heads[:, :turned].split((self.q_heads, self.kv_heads), 1)
+        for norm, part in zip(self.head_norms, both, strict=False):  # or there are none
+            part.copy_(norm(part.reshape(-1, self.head_dim)).view(part.shape))
         rotate(heads[:, :turned], cos, sin)
         q, k, v = (
             part.transpose(0, 1)[None]

