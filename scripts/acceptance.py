@@ -22,6 +22,9 @@ from ..models.heads import HEADS, Head, LoadedHead, build_head
 from ..models.target import Target, fingerprint
 from .artifacts import Artifacts
 
+TRAINED = ("head", "ngram+head", "draft-lm", "ngram+draft-lm")
+"""Drafters, by their names in the settings, with a trained model behind them."""
+
 
 def prompt_set(
     name: str, limit: int, config: Config, tokenizer: PreTrainedTokenizerBase
