@@ -254,8 +254,7 @@ def paged_attention_kernel(
     """BLOCK_M lines (row, head of the group) of one sequence against one piece of its keys.
 
     EXACT multiplies in float32 (the interpreter knows no bfloat16); else the products run in the
-    tensors' dtype and add in float32. INSIDE: the values are the keys' first columns; `column` then
-    counts the columns behind them.
+    tensors' dtype and add in float32. INSIDE: the values are the keys' first columns.
     """
     sequence = tl.program_id(1).to(tl.int64)
     key_head = (tl.program_id(2) // SPLITS).to(tl.int64)

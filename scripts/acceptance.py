@@ -26,6 +26,9 @@ from ..models.target import Target, fingerprint
 from .app import Invocation
 from .artifacts import Artifacts
 
+TRAINED = ("head", "ngram+head", "draft-lm", "ngram+draft-lm")
+"""Drafters, by their names in the settings, with a trained model behind them."""
+
 
 def prompt_set(
     name: str, limit: int, config: Config, tokenizer: PreTrainedTokenizerBase

@@ -19,6 +19,7 @@ from ..inference.report import markdown_table
 from ..inference.tables import cell
 from ..models.files import atomic_write_bytes, atomic_write_json, atomic_write_text
 from ..models.provenance import write_provenance
+from .acceptance import TRAINED
 from .app import Invocation, Verb
 from .run_groups import grouped
 from .run_record import Measurement, RunRecord, differing, find_runs
@@ -206,10 +207,9 @@ def write(compared: dict[str, Any], records: Sequence[RunRecord], out: Path) -> 
         run["name"] if label == run["name"] else f"{label}: {run['name']}"
         for label, run in zip(_labels(compared), compared["runs"], strict=True)
     ]
-    trained = ("head", "draft-lm", "ngram+head", "ngram+draft-lm")
     figure = comparison(
         {
-            name: [one for one in run["measurements"] if one["role"] in trained]
+            name: [one for one in run["measurements"] if one["role"] in TRAINED]
             for name, run in zip(told, compared["runs"], strict=True)
         },
         {

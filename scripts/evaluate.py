@@ -28,6 +28,7 @@ from ..models.provenance import write_provenance
 from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
 from .acceptance import (
+    TRAINED,
     draft_model,
     drafter,
     drafts_with_head,
@@ -39,9 +40,6 @@ from .acceptance import (
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
-
-_TRAINED = ("head", "ngram+head", "draft-lm", "ngram+draft-lm")
-"""Drafters with a trained model behind them."""
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -84,7 +82,7 @@ def evaluate(
         batched = dataclasses.replace(config.engine, max_batch=settings.proof_batch)
         once = dataclasses.replace(settings, draft_tokens=())
         proof = dataclasses.replace(config, engine=batched, evaluate=once)
-        compared = tuple(name for name in names if name == "none" or name in _TRAINED)
+        compared = tuple(name for name in names if name == "none" or name in TRAINED)
         runs += _pass(proof, settings.proof, compared, (0.0,), model, invocation, load)[0]
     report = {
         **about,
@@ -232,7 +230,7 @@ def _measured(
     chains = [
         (drafting, count)
         for drafting in drafters
-        for count in (swept if drafting in _TRAINED else (config.engine.draft_tokens,))
+        for count in (swept if drafting in TRAINED else (config.engine.draft_tokens,))
     ]
     for name, count in chains:
         drafting = drafter(name, loaded, target, lm, config.engine.tree, config.ngram)

@@ -144,9 +144,9 @@ class FollowingChain(HeadDrafter):
 
     path: tuple[int, ...] = ()
 
-    def _take(self, sequence, logits, best, law):
-        self.taken = getattr(self, "taken", 0) + 1
-        return self.path[self.taken - 1]
+    def _take(self, chains, active, logits):
+        for index in active:
+            chains.tokens[index].append(self.path[len(chains.tokens[index])])
 
     def _run(self, batch, tokens, hidden, step) -> HeadStep:
         out = super()._run(batch, tokens, hidden, step)
