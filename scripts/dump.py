@@ -39,7 +39,7 @@ def caches(config: Config, invocation: Invocation) -> list[Dumped]:
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
     if settings.rank is None:
         settings = dataclasses.replace(settings, **_launched(os.environ))
-    if config.target.spread and settings.world_size > 1:
+    if config.target.spread and (settings.world_size or 1) > 1:
         raise ValueError(
             f"target.spread=true on {settings.world_size} ranks: one process lays the layers over "
             "all devices; start `draftsmith dump` without a launcher"

@@ -57,7 +57,7 @@ def _drafter(
     plainly."""
     name = config.generate.drafter
     if not drafts_with_head(name):
-        return drafter(name, None, target, lm, config.ngram)
+        return drafter(name, None, target, lm, ngram=config.ngram)
     artifacts = Artifacts.of(config)
     if config.generate.head is None and not (artifacts.head / "config.json").exists():
         invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")

@@ -162,9 +162,11 @@ def test_rows_are_not_computed_twice(target: Target, plain: list[list[int]]):
     rows: list[int] = []
 
     class Counting(DraftLMDrafter):
-        def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> torch.Tensor:
+        def _run(
+            self, parts: list[tuple[Sequence, int, list[int]]], drafts: torch.Tensor | None = None
+        ) -> torch.Tensor:
             rows.append(sum(len(tokens) for _, _, tokens in parts))
-            return super()._run(parts)
+            return super()._run(parts, drafts)
 
     drafter = Counting(DraftLM.paired(target, target))
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -196,9 +198,11 @@ def test_a_draft_lm_of_few_positions_ends_where_they_end(
     places: list[int] = []
 
     class Watched(DraftLMDrafter):
-        def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> torch.Tensor:
+        def _run(
+            self, parts: list[tuple[Sequence, int, list[int]]], drafts: torch.Tensor | None = None
+        ) -> torch.Tensor:
             places.extend(first + len(tokens) - 1 for _, first, tokens in parts)
-            return super()._run(parts)
+            return super()._run(parts, drafts)
 
     engine = Engine(target, config(), Watched(DraftLM.paired(short, target)))
     assert [sequence.output for sequence in engine.run(PROMPTS, GREEDY)] == plain

@@ -148,7 +148,7 @@ class World:
         sequences, proposals, rows = [], [], []
         for chain, uniforms in asked:
             tokens = list(PROMPT)
-            one = Forced(str(len(rows)), tokens, len(PROMPT), self.params, generator)
+            one = Forced(str(len(rows)), tokens, len(PROMPT), self.params, generator, 99)
             one.forced = uniforms
             sequences.append(one)
             proposals.append(self.proposal(chain))

@@ -33,8 +33,10 @@ class WatchedDraftLM(DraftLMDrafter):
         super().__init__(lm)
         self.rows: Rows = {}
 
-    def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> Tensor:
-        out = super()._run(parts)
+    def _run(
+        self, parts: list[tuple[Sequence, int, list[int]]], drafts: Tensor | None = None
+    ) -> Tensor:
+        out = super()._run(parts, drafts)
         for (sequence, first, tokens), row in zip(parts, out, strict=True):
             self.rows[sequence.id, first + len(tokens) - 1, 0] = row
         return out

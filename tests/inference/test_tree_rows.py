@@ -178,7 +178,7 @@ def test_a_heads_rows_along_each_path_are_those_of_a_chain(target: Target, name:
         assert again.tokens == text
         for identity, path in drafter.rows:
             if identity == sequence.id:
-                chain.path, chain.taken = (*path, 0), 0
+                chain.path = (*path, 0)
                 with torch.inference_mode():
                     chain.propose([again], [len(path) + 1])
                 row = drafter.rows[identity, path]

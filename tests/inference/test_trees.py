@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ SHAPES = {
 }
 
 
-def config(tree: TreeConfig, **changes: int) -> EngineConfig:
+def config(tree: TreeConfig, **changes: Any) -> EngineConfig:
     """A small engine whose free pages are NaN."""
     settings = {"draft_tokens": 3, "pool_tokens": 1024, "page_size": 4, "max_batch": 3} | changes
     return EngineConfig(**settings, poison=True, tree=tree)

@@ -46,9 +46,9 @@ def test_gradients_of_narrow_types(dtype: torch.dtype):
     pulled = torch.randn(40, 75, generator=generator, dtype=torch.float64).to(dtype)
     found = []
     for kind in (dtype, torch.float64):
-        leaves = [value.to(kind).requires_grad_() for value in exact]
-        out = rms_norm(*leaves, 1e-5)
-        found.append(torch.autograd.grad(out, leaves, pulled.to(kind)))
+        x, weight = (value.to(kind).requires_grad_() for value in exact)
+        out = rms_norm(x, weight, 1e-5)
+        found.append(torch.autograd.grad(out, (x, weight), pulled.to(kind)))
     for got, want in zip(*found, strict=True):
         assert got.dtype == dtype
         tolerance = TOLERANCE[dtype]

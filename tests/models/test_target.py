@@ -232,8 +232,8 @@ def test_layers_spread_over_memory_and_disk(
 def test_what_cannot_be_spread(tiny_llama_folder: Callable[..., Path]) -> None:
     """Lean layers and float64; a limit without the setting is told of."""
     source = str(tiny_llama_folder())
-    for settings in ({"dtype": "float64"}, {"layers": "lean", "dtype": "float32"}):
+    for dtype, layers in (("float64", "auto"), ("float32", "lean")):
         with pytest.raises(ValueError, match=r"target\.spread=true with .*transformers' own"):
-            Target.load(TargetConfig(source=source, device="cpu", spread=True, **settings))
+            Target.load(TargetConfig(source, dtype, "cpu", layers=layers, spread=True))
     with pytest.warns(UserWarning, match="max_memory has no effect without target.spread"):
         TargetConfig(source=source, max_memory={"cpu": "1GB"})
