@@ -38,8 +38,13 @@ SHAPES = {
 
 def config(tree: TreeConfig, **changes: Any) -> EngineConfig:
     """A small engine whose free pages are NaN."""
-    settings = {"draft_tokens": 3, "pool_tokens": 1024, "page_size": 4, "max_batch": 3} | changes
-    return EngineConfig(**settings, poison=True, tree=tree)
+    settings: dict[str, Any] = {
+        "draft_tokens": 3,
+        "pool_tokens": 1024,
+        "page_size": 4,
+        "max_batch": 3,
+    }
+    return EngineConfig(**(settings | changes), poison=True, tree=tree)
 
 
 @pytest.fixture(scope="module")
