@@ -32,12 +32,14 @@ class WatchedDraftLM(DraftLMDrafter):
     def __init__(self, lm: DraftLM) -> None:
         super().__init__(lm)
         self.rows: Rows = {}
+        self.first: dict[str, int] = {}
 
     def _run(
         self, parts: list[tuple[Sequence, int, list[int]]], drafts: Tensor | None = None
     ) -> Tensor:
         out = super()._run(parts, drafts)
         for (sequence, first, tokens), row in zip(parts, out, strict=True):
+            self.first.setdefault(sequence.id, first)
             self.rows[sequence.id, first + len(tokens) - 1, 0] = row
         return out
 
@@ -104,6 +106,8 @@ def test_a_hit_changes_nothing(target: Target, answers: Answers, name: str, size
             said.append((sequence.output, sequence.tokens_per_step))
             assert sequence.output == answers[tuple(prompt)]
             gained = engine.scheduler.counts.reused_tokens - before
+            if isinstance(drafter, WatchedDraftLM):
+                assert drafter.first[what] == gained
             if not reuse:
                 assert gained == 0
             elif what.startswith("parts"):

@@ -75,6 +75,7 @@ def test_all_come_to_their_end(lookahead: int, seed: int):
         assert not running or running[0] in {one for one, _ in plan.parts}
         for sequence in plan.preempted:
             assert not sequence.pages and sequence.num_computed == 0
+            assert sequence.urgency > running[-1].urgency
         for sequence, rows in plan.parts:
             require_own_pages(scheduler, sequence, rows)
             decides = sequence.num_computed + rows == len(sequence.tokens)

@@ -15,11 +15,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return toy_target(tmp_path_factory.mktemp("toy"), 0)
 
 
-@pytest.mark.parametrize(("name", "count"), [("mtp of 3 modules", 30), ("draft-lm", 60)])
+@pytest.mark.parametrize(("name", "count"), [("mtp of 3 modules", 20), ("draft-lm", 40)])
 def test_answers_are_those_of_a_pool_without_limit(toy: Target, name: str, count: int):
     """Preempted, cancelled, forked, begun on pages of others: nothing is lost, nothing is NaN."""
     result = soak(name, toy, count, 3)
-    assert result["preemptions"] > 8 and result["cancelled"] and result["prefix_hits"] > 8
+    assert result["preemptions"] > 5 and result["cancelled"] and result["prefix_hits"] > 5
     assert result["tokens"] > 5 * count and result["tokens_per_target_call"] > 1
 
 
