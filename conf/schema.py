@@ -16,7 +16,7 @@ from ..data.dump import DumpConfig
 from ..data.online import OnlineConfig
 from ..data.regenerate import RegenerateConfig
 from ..data.rows import RowsConfig
-from ..inference.config import EngineConfig
+from ..inference.config import EngineConfig, SamplingParams
 from ..inference.draft_lm import DraftLMConfig
 from ..inference.hybrid import NgramConfig
 from ..models.heads import HEADS, HeadConfig
@@ -140,6 +140,9 @@ class EvaluateConfig:
     """Requests that run together in the proof."""
     seed: int = 0
     """Of sampled runs."""
+    verification: Literal["rejection", "block", "typical"] = "rejection"
+    """How sampled runs judge drafts: token by token, as a block (keeps at least as many), both of
+    which leave the target's law; typical is LOSSY and says so in the report."""
 
     def __post_init__(self) -> None:
         hybrids = ("ngram+head", "ngram+draft-lm")
@@ -170,6 +173,11 @@ class EvaluateConfig:
                 raise ValueError(
                     f"evaluate.temperatures: {temperature} must be 0 (greedy) or positive"
                 )
+        if self.verification != "rejection" and not any(self.temperatures):
+            raise ValueError(
+                f"evaluate.verification={self.verification} acts on sampled runs alone; give "
+                "evaluate.temperatures=[1]"
+            )
 
 
 @dataclass(frozen=True)
@@ -239,8 +247,35 @@ class GenerateConfig:
     """Of sampled answers."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, before them."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that prompt or answer hold; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer holds."""
+    frequency_penalty: float = 0.0
+    """Taken off them once for every time."""
+    verification: Literal["rejection", "block", "typical"] = "rejection"
+    """How sampled drafts are judged; typical is LOSSY."""
+
+    def sampling(self) -> SamplingParams:
+        """What the engine takes."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=self.stop,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            verification=self.verification,
+        )
 
     def __post_init__(self) -> None:
+        self.sampling()
         known = ("head", "ngram", "draft-lm", "ngram+head", "ngram+draft-lm", "none")
         if self.drafter not in (*known, *HEADS):
             raise ValueError(f"generate.drafter={self.drafter!r}: choose one of {', '.join(known)}")

@@ -112,6 +112,8 @@ class RunResult:
             "form": self.prompts.form,
             "num_prompts": len(self.sequences),
             "temperature": self.params.temperature,
+            "verification": "greedy" if self.params.greedy else self.params.verification,
+            "lossless": self.params.lossless,
             "dtype": self.dtype,
             "batch": self.config.max_batch,
             "draft_tokens": self.config.draft_tokens if self.drafter != "none" else 0,

@@ -45,6 +45,11 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
             )
         elif fastest is not best:
             sentence += f" Fastest is {named[id(fastest)]}, whose drafts cost less."
+        if not all(run.get("lossless", True) for run in drafted):
+            sentence += (
+                " LOSSY: drafts were kept by typical acceptance, so these answers do not have the "
+                "target's law, and the figures are not those of lossless verification."
+            )
         sentences.append(sentence)
     return sentences
 

@@ -120,6 +120,7 @@ def _pass(
                 max_new_tokens=settings.max_new_tokens,
                 temperature=temperature,
                 seed=settings.seed,
+                verification=settings.verification if temperature else "rejection",
             )
             runs += _measured(target, loaded, lm, drafters, prompts, params, config, invocation)
     return runs, target, loaded

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conf.schema import Config
 from ..data.render import Renderer
-from ..inference.config import SamplingParams
 from ..inference.draft_lm import DraftLM
 from ..inference.drafters import Drafter
 from ..inference.engine import Engine
@@ -88,15 +87,7 @@ def _answer(
     """Decode one answer, print it as it comes, and what it took."""
     settings = config.generate
     prompt = Renderer(tokenizer, config.data.rows.template_kwargs).prompt(messages)[1]
-    params = SamplingParams(
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed,
-        stop=settings.stop,
-    )
-    sequence = engine.add(prompt, params)
+    sequence = engine.add(prompt, settings.sampling())
     sequence.text = text = sequence.text or RunningText(tokenizer)
     written = 0
     start = time.perf_counter()

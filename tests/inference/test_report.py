@@ -243,3 +243,12 @@ def test_an_empty_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs"):
         render({"runs": []}, [], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lossy_runs_are_called_lossy():
+    """In the sentence that gives their figures, and nowhere else."""
+    runs = [run("none", "a", []), run("mtp", "a", [60, 30, 10], temperature=1.0, lossless=False)]
+    runs[0]["temperature"] = 1.0
+    lossless = [run("none", "b", []), run("mtp", "b", [60, 30, 10], lossless=True)]
+    first, second = verdicts(runs + lossless)
+    assert "LOSSY" in first and "LOSSY" not in second
