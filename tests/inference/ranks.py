@@ -8,10 +8,11 @@ out/leader.json; each rank writes what it was fed to out/rank-N.json. At last th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.draft_lm import DraftLM, DraftLMDrafter
-from draftsmith.inference.drafters import Drafter
+from draftsmith.inference.drafters import Drafter, Proposal
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.follower import Follower
 from draftsmith.inference.head_drafter import HeadDrafter
@@ -75,17 +76,36 @@ def drafter(case: dict[str, Any], target: Target) -> Drafter | None:
 
 
 def answers(case: dict[str, Any], target: Target) -> tuple[dict[str, Any], Engine]:
-    """Texts and counts of a case, greedy and sampled, and the last engine, which still has its
-    pages."""
+    """Texts, drafts and counts of a case, greedy and sampled, and the last engine, which still has
+    its pages."""
     found: dict[str, Any] = {}
     engine: Engine | None = None
     for name, params in PARAMS.items():
         engine = Engine(target, CONFIG, drafter(case, target))
-        found[name] = [sequence.output for sequence in engine.run(FEW, params)]
+        with noted(engine.drafter) as found[f"{name} chains"]:
+            found[name] = [sequence.output for sequence in engine.run(FEW, params)]
         counts = engine.metrics
         found[f"{name} drafts"] = [counts.num_draft_tokens, counts.num_accepted_tokens]
     assert engine is not None
     return found, engine
+
+
+@contextlib.contextmanager
+def noted(drafting: Drafter | None) -> Iterator[list[list[int]]]:
+    """The chains that are proposed: the text alone would not show a draft that came out wrong."""
+    chains: list[list[int]] = []
+    if drafting is None:
+        yield chains
+        return
+    propose = type(drafting).propose
+
+    def noting(own: Drafter, *given: Any) -> list[Proposal]:
+        proposals = propose(own, *given)
+        chains.extend(proposal.tokens for proposal in proposals)
+        return proposals
+
+    with mock.patch.object(type(drafting), "propose", noting):
+        yield chains
 
 
 def weights_of(target: Target, case: dict[str, Any]) -> int:

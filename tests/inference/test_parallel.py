@@ -78,12 +78,13 @@ def _olmo(folder: Path) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_answer_what_one_answers(found: dict[str, Any], case: str) -> None:
-    """Greedy and sampled, in float64, batched, prefilled in chunks: the same tokens, and as many
-    drafts accepted."""
+    """Greedy and sampled, in float64, batched, prefilled in chunks: the same tokens, the same
+    drafts, and as many of them accepted."""
     alone, shared = found["leader"][case]["alone"], found["leader"][case]["shared"]
     assert shared == alone
     assert all(len(text) == 10 for text in alone["greedy"])
     drafts, accepted = alone["greedy drafts"]
+    assert (case == "plain") == (not alone["greedy chains"])
     if case == "draft-lm":  # it foresees itself
         assert accepted == drafts > 0
 
