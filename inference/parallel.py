@@ -97,6 +97,10 @@ class Leader:
         Raises:
             ValueError: what `Target.load` refuses, or a target that cannot be shared.
         """
+        if config.spread:
+            raise ValueError(
+                "target.spread=true is for a dump in one process; ranks share a target as it is"
+            )
         folder = prepare_folder(config)
         config = dataclasses.replace(config, source=str(folder))
         number = next(self._numbers)
