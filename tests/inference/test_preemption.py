@@ -43,8 +43,9 @@ def run_restlessly(engine: Engine, sequences: list[Sequence]) -> int:
     return taken
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["anew", "reused"])
-@pytest.mark.parametrize(("size", "chunk"), [(1, 512), (16, 5)])
+@pytest.mark.parametrize(
+    ("size", "chunk", "reuse"), [(1, 512, True), (16, 5, False)], ids=["reused", "anew"]
+)
 @pytest.mark.parametrize("name", ["mtp", "mtp of 3 modules", "eagle3", "draft-lm"])
 def test_preempted_at_every_step(
     target: Target, answers: Answers, name: str, size: int, chunk: int, reuse: bool

@@ -86,8 +86,13 @@ def answers(target: Target) -> Answers:
     return answers_of(target, [list(prompt) for prompt in sorted(prompts)], PARAMS)
 
 
-@pytest.mark.parametrize(("size", "chunk"), [(1, 512), (4, 3), (16, 512)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "size", "chunk"),
+    [
+        *((name, *shape) for name in NAMES for shape in ((4, 3), (16, 512))),
+        ("mtp of 3 modules", 1, 512),
+    ],
+)
 def test_a_hit_changes_nothing(target: Target, answers: Answers, name: str, size: int, chunk: int):
     """Tokens, step by step, and every row the drafter drafts from, whatever was kept."""
     rows: list[Rows] = []
