@@ -84,6 +84,9 @@ class Native:
         Raises:
             ValueError: `compiled` is asked for where there is no compiler.
         """
+        # A tensor of another class (a fake one, of a pass that only counts) has no memory to read.
+        if type(like) not in (Tensor, torch.nn.Parameter):
+            return False
         if like.device.type != "cpu" or like.dtype not in TYPES:
             return False
         asked = choice()

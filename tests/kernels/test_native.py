@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.kernels import jit
 from draftsmith.kernels.kv_append import kv_append, kv_append_reference
@@ -40,6 +41,8 @@ def test_who_gets_it(choose: Callable[[str], None]):
         file = Native("rotary", {"rotate": []})
         assert file.serves(like) == file.serves(like.double()) == expected
         assert not file.serves(like.long()) and not file.serves(like.to("meta"))
+        with FakeTensorMode():
+            assert not file.serves(torch.empty(0))
 
 
 def test_without_a_compiler(choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
