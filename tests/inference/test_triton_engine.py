@@ -34,11 +34,9 @@ PROMPTS = [[1, 5, 9, 200, 7, 31, 4], [1, 300, 8], list(range(20, 45))]
         (0, TreeConfig(), "llama"),
         (2, TreeConfig(), "llama"),
         (2, TreeConfig("static", "comb", top_k=2), "llama"),
-        (2, TreeConfig("dynamic", top_k=2, nodes=5), "llama"),
-        (2, TreeConfig(), "deepseek-v3"),
         (2, TreeConfig("dynamic", top_k=2, nodes=5), "deepseek-v3"),
     ],
-    ids=["plain", "chain", "static", "dynamic", "latents", "latents, dynamic"],
+    ids=["plain", "chain", "tree", "tree on latents"],
 )
 def test_paged_attention_and_append_in_the_engine(
     draft_tokens: int,
@@ -77,8 +75,10 @@ def test_paged_attention_and_append_in_the_engine(
     for form in ("reference", "triton"):
         monkeypatch.setattr(jit, "choice", lambda form=form: form)
         drafter = head_drafter(head, None, tree) if draft_tokens else None
+        short = tree.kind != "none"
         results = Engine(target, settings, drafter).run(
-            PROMPTS, SamplingParams(max_new_tokens=6, ignore_eos=True)
+            PROMPTS[: 2 if short else 3],
+            SamplingParams(max_new_tokens=4 if short else 6, ignore_eos=True),
         )
         texts.append([sequence.output for sequence in results])
         assert bool(launched) == (form == "triton")
