@@ -247,7 +247,7 @@ def test_an_empty_report_is_refused(tmp_path: Path) -> None:
 
 def test_lossy_runs_are_called_lossy():
     """In the sentence that gives their figures, and nowhere else."""
-    runs = [run("none", "a", []), run("mtp", "a", [60, 30, 10], temperature=1.0, lossless=False)]
+    runs = [run("none", "a", [0]), run("mtp", "a", [60, 30, 10], temperature=1.0, lossless=False)]
     runs[0]["temperature"] = 1.0
     lossless = [run("none", "b", []), run("mtp", "b", [60, 30, 10], lossless=True)]
     first, second = verdicts(runs + lossless)

@@ -260,6 +260,7 @@ class TableTarget:
         self.num_layers, self.vocab_size = 1, len(table)
         self.device, self.dtype = table.device, table.dtype
         self.eos_ids: frozenset[int] = frozenset()
+        self.spread = False
         self.config = SimpleNamespace()
         self.trunk = SimpleNamespace(norm=lambda states: states)
 

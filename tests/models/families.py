@@ -186,6 +186,8 @@ class Exact(TorchFunctionMode):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-        if func is nn.functional.linear and args[1].dtype != args[0].dtype:
+        # The second is what DeepSpeed puts in place of the first where ZeRO-3 ran in this process.
+        products = (nn.functional.linear, torch.Tensor.matmul)
+        if func in products and args[1].dtype != args[0].dtype:
             args = (args[0], args[1].to(args[0].dtype), *args[2:])  # a router kept in float32
         return func(*args, **kwargs)

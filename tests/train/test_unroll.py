@@ -85,7 +85,7 @@ def test_case_14_every_step_equals_real_drafting_from_the_same_prefix(
     target: Path, trunk: Trunk, toy: ModuleType, row: int
 ) -> None:
     """Committed rows 0..p in one pass, then one draft after the other: the states are the unroll's,
-    1e-5 in fp32 (14)."""
+    1e-5 of their size in fp32 (14)."""
     steps = 4
     batch = toy.packed([toy.random_row(1, 9), toy.random_row(2, 20)])
     head = toy.make_head(target)
@@ -105,7 +105,8 @@ def test_case_14_every_step_equals_real_drafting_from_the_same_prefix(
                 context,
             ).recycled
             drafted.append(state)
-    torch.testing.assert_close(states, torch.cat(drafted), rtol=0, atol=1e-5)
+    size = max(1.0, float(states.abs().max()))
+    torch.testing.assert_close(states, torch.cat(drafted), rtol=0, atol=1e-5 * size)
 
 
 def test_a_document_does_not_see_its_neighbours(
