@@ -43,6 +43,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return _without_tables(found)
 
 
+def weight_names(folder: Path) -> set[str]:
+    """The names of `read_weights`; a pickle is read for them."""
+    if list(folder.glob("*.safetensors")):
+        return set(tensor_files(folder))
+    return set(read_weights(folder))
+
+
 def _without_tables(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tables of the rotary embedding follow from the configuration."""
     return {name: value for name, value in tensors.items() if "rotary_emb." not in name}

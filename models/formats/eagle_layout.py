@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
-from ..heads.checkpoint import LoadedHead, vocabulary_maps
+from ..heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.families import head_class
 from ..heads.protocol import Head
@@ -91,9 +91,14 @@ class EagleLayout:
                 f"{loaded.head.kind}: {_KEEP}"
             )
         trained, folder = facts(loaded), Path(target_folder)
+        if trained["modules"] != 1:
+            raise ValueError(
+                f"the {self.name} layout holds one module, this head has {trained['modules']}: "
+                f"train with head.modules=1, or {_KEEP}"
+            )
         if trained["layer"] not in ("plain", "query-norm"):
             raise ValueError(
-                f"{self.engine.name} runs a Llama-shaped layer, this head has that of "
+                "every EAGLE class known here runs a Llama-shaped layer, this head has that of "
                 f"{trained['layer']}: train head.kind=mtp where the family has an MTP layout, or "
                 f"{_KEEP}"
             )
@@ -123,6 +128,8 @@ class EagleLayout:
             out / "model.safetensors", save(planned.tensors, metadata={"format": "pt"})
         )
         note = {key: value for key, value in loaded.meta.items() if key != "sha256"}
+        if self.kind == "eagle" and loaded.draft_ids is not None:  # engines draft from all
+            note["draft_ids"] = loaded.draft_ids.tolist()
         atomic_write_json(out / NOTE, note | {"layout": self.name})
         atomic_write_json(out / "config.json", planned.config)
         return planned.origin
@@ -154,7 +161,10 @@ class EagleLayout:
                 faults.append(f"config.json says {name}={said}, the target has {wanted}")
         if not faults:
             faults = self._unknown(report.runs)
+        if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
+            faults = _share_lm_head(folder, tensors, Path(target_folder))
         if faults:
+            faults += [f"config.json has no {name}" for name in report.guessed]
             raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
         for name, value in report.guessed.items():
             warnings.warn(
@@ -162,6 +172,10 @@ class EagleLayout:
                 stacklevel=2,
             )
         return self._head(folder, report, tensors, target, note)
+
+    def loader_of(self, loaded: LoadedHead) -> Loader:
+        """The engine's class for a head; ValueError where there is none."""
+        return self._loader(facts(loaded))
 
     def _loader(self, trained: dict[str, Any]) -> Loader:
         """The engine's class for these norms."""
@@ -242,7 +256,12 @@ class EagleLayout:
                 tensors[name] = getattr(torch, what)(size)
                 origin[name] = f"filler: {what}, the class has a parameter here"
             else:
-                tensors[name] = targets_own(folder, what).float().clone()
+                shape = (int(head.target_config.vocab_size), size)
+                tensors[name] = (
+                    torch.empty(shape, device="meta")
+                    if next(head.parameters()).is_meta
+                    else targets_own(folder, what).float().clone()
+                )
                 origin[name] = "copied from the target"
         if self.kind == "eagle3" and loaded.draft_ids is not None:
             maps = vocabulary_maps(loaded.draft_ids, int(head.target_config.vocab_size))
@@ -310,6 +329,11 @@ class EagleLayout:
         self._refuse_unheld(folder, found, set(names.values()), loader)
         head.load_state_dict(state)
         note.pop("layout", None)
+        noted = note.pop("draft_ids", None)
+        if noted is not None:
+            ids = read_vocabulary(
+                vocabulary_maps(torch.tensor(noted), vocab_size), vocab_size, str(folder)
+            )
         return LoadedHead(head, ids, note)
 
     def _refuse_unheld(
@@ -334,6 +358,15 @@ class EagleLayout:
             raise ValueError(
                 f"{folder}: {name} is not zero, and no head here has it; it cannot be held"
             )
+
+
+def _share_lm_head(folder: Path, tensors: dict[str, Tensor], target: Path) -> list[str]:
+    """The target's lm_head, which engines take for a whole vocabulary where the folder has none."""
+    if "d2t" in tensors:
+        return [f"there is no {LM_HEAD} for the ids of d2t"]
+    warnings.warn(f"{folder}: no {LM_HEAD}; the target's own is taken", stacklevel=3)
+    tensors[LM_HEAD] = targets_own(target, LM_HEAD)
+    return []
 
 
 def _told(value: Any, report: Report) -> str:
