@@ -281,7 +281,8 @@ class EagleLayout:
         return {
             name
             for loader in self.engine.loaders
-            if any(loader.prefix + loader.layer in name for name in tensors)
+            # Of classes without a prefix the embedding is shared.
+            if loader.prefix and any(loader.prefix + loader.layer in name for name in tensors)
             for name, what in loader.fills.items()
             if what not in ("zeros", "ones")
         }

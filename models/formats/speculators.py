@@ -6,17 +6,20 @@ config.json holds `speculators_model_type`, `speculators_config` (proposal metho
 as `verifier.name_or_path`), `transformer_layer_config` (the Llama- or Qwen3-shaped layer) and
 beside it the draft vocabulary, the boundaries as vLLM counts them and the norms' switches.
 `norm_before_residual` is true for vLLM where it is absent, and false for the library itself: it
-is always written.
+is always written. The embedding is a copy of the target's: where it is missing, the library
+(0.9.0 with transformers 5.19) takes the target's only if the memory it allocated holds a NaN.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..heads.checkpoint import LoadedHead
 from .eagle3 import with_vocabulary
+from .eagle_files import EMBEDDING
 from .eagle_layout import EagleLayout
 from .loaders import Engine, Loader, Stopped
 from .vllm_eagle import VERSION
@@ -64,9 +67,9 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-SPECULATORS_VLLM = Engine(
-    VERSION, lambda keys: keys.need("architectures")[0], CLASSES[1:], flat=_flat
-)
+# vLLM finds the copy equal and shares the target's; the library itself needs one, see above.
+_COPIED = tuple(replace(one, fills={EMBEDDING: EMBEDDING}) for one in CLASSES[1:])
+SPECULATORS_VLLM = Engine(VERSION, lambda keys: keys.need("architectures")[0], _COPIED, flat=_flat)
 
 
 def _verifier(folder: Path) -> str:

@@ -524,7 +524,7 @@ def test_removing_any_one_thing_is_noticed_by_name(
     for tensor in tensors:
         rest = {key: value for key, value in tensors.items() if key != tensor}
         save_file(rest, tmp_path / "model.safetensors")
-        if tensor == "t2d":  # no engine needs it, and d2t says the same
+        if tensor in ("t2d", "embed_tokens.weight"):  # no engine needs them
             assert one.read(tmp_path, folder).draft_ids is not None
             continue
         with pytest.raises(ValueError) as refusal:
