@@ -86,7 +86,9 @@ SAFEAILAB = Engine(
 
 
 def with_plain_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """A scaled rope in the two entries that the authors' code takes."""
+    """The rope in the two keys that the authors' code takes, a scaled one in two entries. Under
+    transformers 5 it would take `rope_parameters` for a scaling, and stop."""
+    del config["rope_parameters"]
     scaling = config["rope_scaling"]
     if scaling is not None:
         config["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_type"}

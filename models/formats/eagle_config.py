@@ -72,13 +72,12 @@ def layer_config(runs: dict[str, Any], tensors: dict[str, Tensor], target: Any) 
     ):
         return copy.deepcopy(target)
     heads, kv_heads, head_dim = runs["heads"]
+    made: Any = LlamaConfig
     if runs["layer"] == "query-norm":
-        made: Any = Qwen3Config
+        made = Qwen3Config
     elif "q_proj" in biased and "o_proj" not in biased:
         made = Qwen2Config
-    else:
-        made = LlamaConfig
-    extra = {} if made is Qwen2Config else {"attention_bias": "q_proj" in biased}
+    extra: dict[str, Any] = {} if made is Qwen2Config else {"attention_bias": "q_proj" in biased}
     if made is LlamaConfig:
         extra["mlp_bias"] = "up_proj" in biased
     return made(
