@@ -9,7 +9,8 @@ The state fed is the target's after its final norm; the layer's output is drafte
 target's lm_head and recycled. The code loads with strict=False: a name it does not know is dropped
 and a tensor that is missing stays random, both without a word. It gives `fc` a bias unless
 config.json says `"bias": false`, takes H / heads for the width of a head, and knows no rope but the
-plain one (a scaled one it runs with the base 10000).
+plain one (a scaled one it runs with the base 10000). It is written for transformers 4; under 5 it
+stops at any configuration without a scaled rope.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ SAFEAILAB = Engine(
 
 
 def with_plain_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The rope in the two keys that the authors' code takes, a scaled one in two entries. Under
-    transformers 5 it would take `rope_parameters` for a scaling, and stop."""
-    del config["rope_parameters"]
+    """A scaled rope in the two entries that the authors' code takes."""
     scaling = config["rope_scaling"]
     if scaling is not None:
         config["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_type"}

@@ -181,11 +181,7 @@ def test_the_configuration_is_the_targets(folders: Callable[[str], Path], name: 
     written = planned.config.get("transformer_layer_config", planned.config)
     assert written["tie_word_embeddings"] is False
     assert written["max_position_embeddings"] == 128 and written["vocab_size"] == 96
-    assert written["rope_theta"] == 10000.0
-    if name in ("eagle", "eagle3"):  # whose code takes it for a scaling
-        assert "rope_parameters" not in written
-    else:
-        assert written["rope_parameters"]["rope_theta"] == 10000.0
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 10000.0
     assert written["rope_scaling"] is None
     biased = {key.split(".")[-2] for key in planned.tensors if key.endswith("_proj.bias")}
     assert bool(written["attention_bias"]) == ("o_proj" in biased)
