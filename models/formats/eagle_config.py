@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def layer_config(runs: dict[str, Any], tensors: dict[str, Tensor], target: Any) 
     ):
         return copy.deepcopy(target)
     heads, kv_heads, head_dim = runs["heads"]
-    made: Any = LlamaConfig
+    made = LlamaConfig
     if runs["layer"] == "query-norm":
         made = Qwen3Config
     elif "q_proj" in biased and "o_proj" not in biased:
@@ -80,7 +80,7 @@ def layer_config(runs: dict[str, Any], tensors: dict[str, Tensor], target: Any) 
     extra: dict[str, Any] = {} if made is Qwen2Config else {"attention_bias": "q_proj" in biased}
     if made is LlamaConfig:
         extra["mlp_bias"] = "up_proj" in biased
-    return made(
+    return cast("Any", made)(
         hidden_size=int(target.hidden_size),
         intermediate_size=runs["width"],
         num_hidden_layers=int(target.num_hidden_layers),

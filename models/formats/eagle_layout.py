@@ -179,22 +179,16 @@ class EagleLayout:
 
     def _loader(self, trained: dict[str, Any]) -> Loader:
         """The engine's class for these norms."""
-        fits = [
-            one
-            for one in self.engine.loaders
-            if set(one.norms) == set(trained["norms"])
-            and ("query" in one.name.lower() or "qwen3" in one.name.lower())
-            == (trained["layer"] == "query-norm")
-        ]
+        normed = trained["layer"] == "query-norm"
+        fits = [one for one in self.engine.loaders if set(one.norms) == set(trained["norms"])]
+        chosen = next((one for one in fits if one.query_norms == normed), None)
+        if chosen is not None:
+            return chosen
         if fits:
-            return fits[0]
-        if trained["layer"] == "query-norm":
-            known = [one for one in self.engine.loaders if set(one.norms) == set(trained["norms"])]
-            if known:
-                raise ValueError(
-                    f"the {self.name} layout: {self.engine.name} has no class with norms on "
-                    f"queries and keys for such a head, and would drop them: {_KEEP}"
-                )
+            raise ValueError(
+                f"the {self.name} layout: {self.engine.name} has no class with norms on queries "
+                f"and keys for such a head, and would drop them: {_KEEP}"
+            )
         classes = "; ".join(
             f"{one.name}: {few(one.norms) or 'none'}" for one in self.engine.loaders
         )

@@ -89,7 +89,8 @@ class Loader:
         unexpected: what it does with any other tensor, raise or drop. spared: ends of names that it
             drops even then.
         prefix: stands before every name in the files. layer: before those of the first layer.
-        norms: our names of the norms that it runs.
+        norms: our names of the norms that it runs. query_norms: its attention norms queries and
+            keys.
         writes: further keys of its config.json. fills: tensors that it wants and no head has: name
             -> zeros, ones, or the target's tensor to copy. all_biases: its attention has four
             biases or none.
@@ -105,6 +106,7 @@ class Loader:
     prefix: str = ""
     layer: str = "layers.0."
     norms: tuple[str, ...] = ()
+    query_norms: bool = False
     writes: dict[str, Any] = field(default_factory=dict)
     fills: dict[str, str] = field(default_factory=dict)
     all_biases: bool = False

@@ -125,6 +125,7 @@ CLASSES = (
         to_first,
         spared=SPARED,
         norms=FOUR_NORMS,
+        query_norms=True,
         writes={"use_sliding_window": False},
     ),
 )
