@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..data.combine import CombineConfig
 from ..data.dump import DumpConfig
@@ -199,14 +199,26 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Which head leaves in which layout."""
+    """Which head leaves in which layouts."""
 
     head: str | None = None
     """Native head folder; null takes the one that this run trained."""
-    layout: str = "deepseek-mtp"
-    """The layout to write: deepseek-mtp, glm-mtp, mimo-mtp or qwen-mtp."""
+    layout: Any = "deepseek-mtp"
+    """The layout to write, or a list of them: deepseek-mtp, glm-mtp, mimo-mtp, qwen-mtp; eagle,
+    vllm-eagle, sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators."""
     folder: str | None = None
-    """Where to; null is export/LAYOUT below the work folder."""
+    """Where to (of several layouts, each below it); null is export/LAYOUT below the work folder."""
+
+    def __post_init__(self) -> None:
+        if not self.layouts or not all(isinstance(name, str) for name in self.layouts):
+            raise ValueError(f"export.layout={self.layout}: name a layout, or a list of them")
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Those named, one or several."""
+        if isinstance(self.layout, list | tuple):
+            return tuple(self.layout)
+        return (self.layout,)
 
 
 @dataclass(frozen=True)
@@ -215,8 +227,10 @@ class ImportConfig:
 
     folder: str | None = None
     """The folder that holds it; null is what `export` of this run wrote."""
-    layout: str = "deepseek-mtp"
-    """The layout it has: deepseek-mtp, glm-mtp, mimo-mtp or qwen-mtp."""
+    layout: str | None = None
+    """The layout it has: deepseek-mtp, glm-mtp, mimo-mtp, qwen-mtp; eagle, vllm-eagle,
+    sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators. Null finds it from
+    the files, where they say it."""
     out: str | None = None
     """Native head folder to write; null is imported/ below the work folder."""
 

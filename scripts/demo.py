@@ -46,7 +46,7 @@ def run(config: Config, invocation: Invocation) -> None:
         markdown=artifacts.work / "report.md",
         numbers=artifacts.work / "report.json",
         head=artifacts.head,
-        export=artifacts.exported(config.export.layout, config.export.folder),
+        export=artifacts.exported(config.export.layouts[0], config.export.folder),
         **{plot.stem: plot for plot in plots},
     )
     invocation.next("generate")

@@ -9,7 +9,8 @@ import torch
 
 from ..conf.schema import Config
 from ..models.formats import layout as find_layout
-from ..models.heads import compare_shapes, compare_targets, load_head, save_head
+from ..models.formats.source import layout_of
+from ..models.heads import compare_targets, load_head, save_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
@@ -26,14 +27,16 @@ def run(config: Config, invocation: Invocation) -> None:
             nothing is written then.
     """
     settings, artifacts = config.import_head, Artifacts.of(config)
-    _, read = find_layout(settings.layout)
-    source = artifacts.exported(settings.layout, settings.folder)
+    source = artifacts.exported(settings.layout or config.export.layouts[0], settings.folder)
     if not source.is_dir():
         raise ValueError(f"{source} is no folder: name the one to read, import_head.folder=…")
+    layout = settings.layout or layout_of(source)
+    if settings.layout is None:
+        invocation.say(f"layout: {layout}")
+    _, read = find_layout(layout)
     out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
     folder = prepare_folder(config.target)
     found = read(source, folder)
-    compare_shapes(source, found.head.target_config, folder)
     # An export says what the head was trained on; what comes from elsewhere belongs to this target.
     present = fingerprint(folder)
     marks = found.meta.get("target_fingerprint", present)
@@ -45,7 +48,7 @@ def run(config: Config, invocation: Invocation) -> None:
         draft_ids=found.draft_ids,
         trained_length=int(found.meta.get("trained_length", 0)),
         config=invocation.resolved,
-        training={**found.meta.get("training", {}), "imported_from": settings.layout},
+        training={**found.meta.get("training", {}), "imported_from": layout},
     )
     difference = largest_difference(found, load_head(out), Trunk.load(folder, torch.float32))
     if not difference <= TOLERANCE:

@@ -9,10 +9,19 @@ from typing import Protocol
 
 from ..heads.checkpoint import LoadedHead
 from .deepseek_mtp import DEEPSEEK_MTP
+from .eagle import EAGLE
+from .eagle3 import EAGLE3
+from .eagle_layout import EagleLayout
 from .glm_mtp import GLM_MTP
 from .mimo_mtp import MIMO_MTP
 from .mtp_layout import MTPLayout
 from .qwen_mtp import QWEN_MTP
+from .sglang_eagle import SGLANG_EAGLE
+from .sglang_eagle3 import SGLANG_EAGLE3
+from .speculators import SPECULATORS
+from .trtllm_eagle3 import TRTLLM_EAGLE3
+from .vllm_eagle import VLLM_EAGLE
+from .vllm_eagle3 import VLLM_EAGLE3
 
 Exporter = Callable[[LoadedHead, Path | str, Path | str], dict[str, str]]
 """(head, target's folder, folder to write) -> tensor name -> where it is from."""
@@ -28,9 +37,19 @@ class Importer(Protocol):
 
 # The first whose tensors a target holds is its own; DeepSeek's names are GLM's, too.
 MTP_LAYOUTS: tuple[MTPLayout, ...] = (QWEN_MTP, MIMO_MTP, GLM_MTP, DEEPSEEK_MTP)
+EAGLE_LAYOUTS: tuple[EagleLayout, ...] = (
+    EAGLE,
+    VLLM_EAGLE,
+    SGLANG_EAGLE,
+    EAGLE3,
+    VLLM_EAGLE3,
+    SGLANG_EAGLE3,
+    TRTLLM_EAGLE3,
+    SPECULATORS,
+)
 
 LAYOUTS: dict[str, tuple[Exporter, Importer]] = {
-    one.name: (one.write, one.read) for one in reversed(MTP_LAYOUTS)
+    one.name: (one.write, one.read) for one in (*reversed(MTP_LAYOUTS), *EAGLE_LAYOUTS)
 }
 
 

@@ -83,7 +83,7 @@ class MTPLayout:
         Raises:
             ValueError: a head that the layout cannot hold.
         """
-        self._refuse(loaded)
+        self.check(loaded)
         head, out = loaded.head, Path(out)
         assert isinstance(head, MTPHead)
         first = self._first(head.target_config)
@@ -105,7 +105,7 @@ class MTPLayout:
         atomic_write_json(out / "config.json", config)
         note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
         note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
-        atomic_write_json(out / _NOTE, note)
+        atomic_write_json(out / _NOTE, note | {"layout": self.name})
         return origin
 
     def read(self, folder: Path | str, target_folder: Path | str | None = None) -> LoadedHead:
@@ -148,6 +148,7 @@ class MTPLayout:
                 found[self._prefix(first + module) + rest] = _read(files, name)
         _dequantise(found, raw)
         self._take(folder, head, found, first)
+        note.pop("layout", None)
         draft_ids = note.pop("draft_ids", None)
         if draft_ids is not None:
             maps = vocabulary_maps(torch.tensor(draft_ids), int(target_config.vocab_size))
@@ -162,7 +163,8 @@ class MTPLayout:
             name.endswith(projection) and self._parts(name, first) for name in names
         )
 
-    def _refuse(self, loaded: LoadedHead) -> None:
+    def check(self, loaded: LoadedHead) -> None:
+        """ValueError for a head that the layout cannot hold."""
         head, config, remedy = loaded.head, loaded.head.config, "keep the native folder"
         title = f"the {self.title} layout"
         if not isinstance(head, MTPHead) or head.kind != "mtp":

@@ -1,4 +1,5 @@
-"""The head that `head.init.source` names: the target's own MTP weights, or another head."""
+"""What a folder holds: the head that `head.init.source` names (the target's own MTP weights, or
+another head), and the layout of a head from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from ..heads.checkpoint import LoadedHead, compare_targets, load_head
 from ..skeleton import text_config
 from ..trunk import tensor_files
 from . import MTP_LAYOUTS
+from .eagle_files import weight_names
+from .eagle_layout import NOTE
 from .mtp_layout import MTPLayout
+from .vllm_eagle3 import IDS
 
 TARGET_MTP = "target-mtp"
 
@@ -25,6 +29,55 @@ def own_layout(folder: Path | str) -> MTPLayout | None:
     names, kind = tensor_files(Path(folder)), read_json(Path(folder) / "config.json")["model_type"]
     config = text_config(folder)
     return next((one for one in MTP_LAYOUTS if one.belongs(str(kind), names, config)), None)
+
+
+def layout_of(folder: Path | str) -> str:
+    """The layout that a folder says it has: our note, a self-describing configuration, the engine's
+    class that config.json names, or the names of its tensors.
+
+    Raises:
+        ValueError: nothing tells, or two things tell differently.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if (folder / NOTE).exists() and "layout" in (note := read_json(folder / NOTE)):
+        return str(note["layout"])
+    if "speculators_model_type" in config:
+        return "speculators"
+    named = str((config.get("architectures") or [""])[0])
+    names = weight_names(folder)
+    inner = {name.removeprefix("model.") for name in names}
+    if any(name.endswith("hidden_norm.weight") for name in inner):
+        return _eagle3_layout(folder, config, named)
+    if "fc.weight" in inner:
+        if named.endswith("Eagle"):
+            return "sglang-eagle"
+        # The authors' code takes a bias for granted unless this key says otherwise.
+        plain = inner == names and not named.startswith("Eagle")
+        return "eagle" if plain and ("fc.bias" in names or "bias" in config) else "vllm-eagle"
+    own = own_layout(folder) if list(folder.glob("*.safetensors")) else None
+    if own is not None:
+        return own.name
+    raise ValueError(
+        f"{folder}: neither its config.json nor the names of its tensors tell a layout that is "
+        "known; name it, import_head.layout=…"
+    )
+
+
+def _eagle3_layout(folder: Path, config: dict[str, Any], named: str) -> str:
+    """By where the ids of the fused states are, since engines count them otherwise."""
+    entered = config.get(IDS)
+    left = (config.get("eagle_config") or {}).get(IDS)
+    if entered and left and list(entered) != [k + 1 for k in left]:
+        raise ValueError(
+            f"{folder}: config.json has {IDS}={entered} (read by vLLM: layers entered) and "
+            f"{left} inside eagle_config (read by SGLang: layers that are left), which are not the "
+            "same states; name the engine it was trained for, import_head.layout=vllm-eagle3 or "
+            "sglang-eagle3"
+        )
+    if left and not entered:
+        return "sglang-eagle3"
+    return "vllm-eagle3" if entered or "Eagle3" in named else "eagle3"
 
 
 def find_source(
