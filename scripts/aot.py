@@ -6,7 +6,8 @@ are compiled by Triton and ptxas exactly as they would be on the card. A kernel 
 registers to memory, takes more than 255 registers a thread or more shared memory than the card has
 for one block is a failure.
 
-    python -m draftsmith.scripts.aot [docs/kernels.md]     prints the table; with a page, renews it
+    python -m draftsmith.scripts.aot [docs/kernels.md] [--wide]
+        prints the table; with a page, renews it; --wide leaves the sizes of a small target out
 """
 
 from __future__ import annotations
@@ -331,10 +332,11 @@ def _usage(said: str) -> tuple[int, int]:
     return int(registers[1]), sum(int(spill) for spill in spills)
 
 
-def reports(capabilities: tuple[int, ...] = (80, 90)) -> list[Report]:
-    """Compile all cases for all cards; a launch that several cases share is compiled once."""
+def reports(capabilities: tuple[int, ...] = (80, 90), wide: bool = False) -> list[Report]:
+    """Compile all cases for all cards; a launch that several cases share is compiled once. wide:
+    leave out the sizes of a small target, which ask for less of everything."""
     found, seen = [], set()
-    cases = [(size, OPS) for size in SIZES]
+    cases = [(size, OPS) for size in SIZES if not wide or size.hidden > 1024]
     cases += [
         (CAPPED, (_attention, _training)),
         *((size, (_cache, _attention)) for size in LATENTS),
@@ -390,7 +392,9 @@ def renewed(page: str, mark: str, text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print the table, renew the page that is named; 1 when a kernel is at fault."""
-    found = reports()
+    wide = "--wide" in arguments
+    arguments = [word for word in arguments if word != "--wide"]
+    found = reports(wide=wide)
     text = table(found)
     print(text)
     if arguments:

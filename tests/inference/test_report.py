@@ -249,6 +249,6 @@ def test_lossy_runs_are_called_lossy():
     """In the sentence that gives their figures, and nowhere else."""
     runs = [run("none", "a", [0]), run("mtp", "a", [60, 30, 10], temperature=1.0, lossless=False)]
     runs[0]["temperature"] = 1.0
-    lossless = [run("none", "b", []), run("mtp", "b", [60, 30, 10], lossless=True)]
+    lossless = [run("none", "b", [0]), run("mtp", "b", [60, 30, 10], lossless=True)]
     first, second = verdicts(runs + lossless)
     assert "LOSSY" in first and "LOSSY" not in second

@@ -281,6 +281,7 @@ class TableDrafter:
     name = "table"
     num_layers = 0
     boundaries = ()
+    lookahead = 0
 
     def __init__(self, table: Tensor, ids: Tensor) -> None:
         self.table, self.ids = table, ids

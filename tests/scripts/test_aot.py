@@ -32,7 +32,7 @@ def test_every_kernel_compiles_within_the_limits_of_both_cards():
     """No spill, no overrun, no narrow offset; the page knows every kernel, and bfloat16 products
     run on matrix units although loads are widened."""
     pytest.importorskip("triton")
-    done = _python("-m", "draftsmith.scripts.aot")
+    done = _python("-m", "draftsmith.scripts.aot", "--wide")
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| `")]
     names = {row[0].strip("| `") for row in rows}
