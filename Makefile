@@ -30,9 +30,9 @@ check: dev ## lint, formatting, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/basedpyright
 
-bench: dev ## the ratios of docs/results.md, each measured in one run (families needs trained heads: by hand)
+bench: dev ## the ratios of docs/results.md, each measured in one run (by hand: families, which needs trained heads, and soak)
 	@for file in scripts/bench/[a-z]*.py; do \
-		name=$$(basename $$file .py); [ $$name = families ] && continue; \
+		name=$$(basename $$file .py); case $$name in families|soak) continue;; esac; \
 		echo "== $$name"; $(VENV)/bin/python -m draftsmith.scripts.bench.$$name || exit 1; \
 	done
 
