@@ -231,7 +231,7 @@ def test_saturated_and_one_hot_rows(kind: str, columns: int) -> None:
     assert isinstance(exact, Tensor)
     (right,) = torch.autograd.grad(exact.sum(), exact_z)
     assert bool(value.isfinite().all()) and bool(gradient.isfinite().all())
-    torch.testing.assert_close(value.double(), exact.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(value.double(), exact.detach(), rtol=2e-5, atol=2e-5)
     scale = max(1.0, float(right.abs().max()))
     torch.testing.assert_close(gradient.double(), right, rtol=0, atol=1e-5 * scale)
 
