@@ -23,7 +23,7 @@ demo: $(VENV)/.installed ## prepare, dump, train, evaluate and export on SmolLM2
 	$(VENV)/bin/draftsmith demo
 
 test: dev ## every test that needs no GPU
-	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: dev ## lint, formatting, types
 	$(VENV)/bin/ruff check .

@@ -72,7 +72,7 @@ def test_plain_decoding_equals_transformers(
 
 
 @pytest.mark.parametrize("chunk", [5, 512])
-@pytest.mark.parametrize("draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("draft_tokens", [1, 4])
 @pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("drafter", ["ngram", *HEAD_CONFIGS])
 def test_speculative_decoding_equals_plain(
@@ -265,7 +265,7 @@ def test_sampled_output_has_the_targets_law(
         chosen, ids = TINY_HEADS[drafter]
         head = build_head(chosen, target.folder, 1.0, draft_ids=ids)
         drafting = HeadDrafter(head.double(), ids)
-    count, prompt = 6000, [3, 1, 4, 1, 3, 1]
+    count, prompt = 3500, [3, 1, 4, 1, 3, 1]
     engine = Engine(
         target,
         EngineConfig(draft_tokens=2, max_batch=500, pool_tokens=1 << 14, max_step_tokens=4000),
