@@ -104,7 +104,7 @@ class Bench:
         prompts = [[5 + (i * 31 + j * 7) % 40_000 for j in range(n)] for i, n in enumerate(lengths)]
         engine = self.engine(64)
         running = [
-            engine.add(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))
+            engine.add(prompt, SamplingParams(max_new_tokens=150, ignore_eos=True))
             for prompt in prompts
         ]
         while not all(sequence.decoding for sequence in running):
