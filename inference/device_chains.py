@@ -49,13 +49,7 @@ class DeviceChains:
 
 @runtime_checkable
 class DeviceDrafter(Protocol):
-    """A drafter whose chains need nothing from the host.
-
-    Attributes:
-        reruns: whether `rerun` may take the place of `observe`.
-    """
-
-    reruns: bool
+    """A drafter whose chains need nothing from the host."""
 
     def overlaps(self, sequences: list[Sequence], count: int) -> bool:
         """Whether it has chains of `count` drafts for all of them."""
@@ -65,15 +59,20 @@ class DeviceDrafter(Protocol):
         """`count` drafts of every sequence."""
         ...
 
+    def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
+        """See `drafters.Drafter`."""
+        ...
+
+
+@runtime_checkable
+class RerunDrafter(DeviceDrafter, Protocol):
+    """One that can be refilled before the lengths are known."""
+
     def rerun(
         self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
     ) -> None:
         """`observe` without knowing what was kept: over all rows of the batch, of which each
         sequence's true ones end at last_rows [B] and are followed by `following` [B]."""
-        ...
-
-    def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
-        """See `drafters.Drafter`."""
         ...
 
 

@@ -135,7 +135,6 @@ class DraftLMDrafter:
 
     name = "draft-lm"
     boundaries = ()
-    reruns = False
 
     def __init__(self, lm: DraftLM) -> None:
         self.model = lm.model
@@ -219,12 +218,6 @@ class DraftLMDrafter:
                     self._carried[sequence].rows = place + 1
                 normed = self._run(parts, column)
         return DeviceChains.of(columns, laws, self.ids)
-
-    def rerun(
-        self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
-    ) -> None:
-        """A language model's rows follow from tokens alone; `observe` fills what is missing."""
-        raise TypeError("a draft LM is refilled once the lengths are known")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the carried state."""

@@ -172,11 +172,6 @@ class HeadDrafter:
                     recycled[index], drafted[index] = pieces[row], last[row]
         return chains.proposals()
 
-    @property
-    def reruns(self) -> bool:
-        """See `DeviceDrafter`."""
-        return True
-
     def overlaps(self, sequences: list[Sequence], count: int) -> bool:
         """See `DeviceDrafter`; of several modules each needs rows of its own."""
         longest = self.head.max_steps
@@ -214,7 +209,7 @@ class HeadDrafter:
     def rerun(
         self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
     ) -> None:
-        """See `DeviceDrafter`."""
+        """See `RerunDrafter`."""
         tokens = shift_insert(batch.tokens, torch.tensor(batch.starts), last_rows, following)
         out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
         drafted, recycled = out.drafted[last_rows], out.recycled[last_rows]

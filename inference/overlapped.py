@@ -26,7 +26,7 @@ from torch import Tensor
 from ..kernels.accept import accept_greedy
 from ..kernels.accept_chains import Chains, accept_chains
 from .batch import Batch
-from .device_chains import DeviceChains, DeviceDrafter, Draws
+from .device_chains import DeviceChains, DeviceDrafter, Draws, RerunDrafter
 from .sampler import laws
 from .schedule import StepOutput, Synchronous
 from .scheduler import Plan
@@ -62,7 +62,7 @@ class Overlapped(Synchronous):
             kept, following, sound = _verdict(sequences, batch, chains, draws, logits)
             told = torch.cat([kept[:, None], following[:, None], chains.tokens], 1)
             arrival = self._send(torch.cat([told, sound.expand(len(sequences), 1)], 1))
-        rerun = drafter.reruns and chains.tokens.shape[1] == 1
+        rerun = isinstance(drafter, RerunDrafter) and chains.tokens.shape[1] == 1
         if rerun:
             with self.metrics.timed("refill"):
                 last = torch.tensor(batch.starts[:-1], device=kept.device) + kept

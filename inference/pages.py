@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -135,15 +134,6 @@ class PageAllocator:
                 if age == 0:
                     break
         return [] if best is None else list(range(best[1], best[1] + length))
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """Heads and widths of one layer's keys and values."""
-
-    heads: int
-    key_width: int
-    value_width: int
 
 
 class KVPool:

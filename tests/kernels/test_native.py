@@ -3,14 +3,13 @@ built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftsmith.kernels import jit
 from draftsmith.kernels.kv_append import kv_append, kv_append_reference
 from draftsmith.kernels.native import Native
 from draftsmith.kernels.rotary import rotate, rotate_reference
@@ -18,18 +17,6 @@ from draftsmith.kernels.rotary import rotate, rotate_reference
 needs_compiler = pytest.mark.skipif(
     Native("rotary", {}).library is None, reason="no C++ compiler on this machine"
 )
-
-
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the variable as if the process began with it."""
-
-    def set_variable(word: str) -> None:
-        monkeypatch.setenv(jit.VARIABLE, word)
-        jit.choice.cache_clear()
-
-    yield set_variable
-    jit.choice.cache_clear()
 
 
 @needs_compiler

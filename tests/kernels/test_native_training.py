@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from draftsmith.kernels import jit
 from draftsmith.kernels.distill_chunk import distill_chunk, distill_chunk_reference
 from draftsmith.kernels.distill_loss import distill_loss
 from draftsmith.kernels.native import Native
@@ -17,18 +16,6 @@ from draftsmith.kernels.ttt_attention import ttt_attention
 needs_compiler = pytest.mark.skipif(
     Native("rms_norm", {}).library is None, reason="no C++ compiler on this machine"
 )
-
-
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the variable as if the process began with it."""
-
-    def set_variable(word: str) -> None:
-        monkeypatch.setenv(jit.VARIABLE, word)
-        jit.choice.cache_clear()
-
-    yield set_variable
-    jit.choice.cache_clear()
 
 
 @needs_compiler
