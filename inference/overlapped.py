@@ -62,15 +62,15 @@ class Overlapped(Synchronous):
             kept, following, sound = _verdict(sequences, batch, chains, draws, logits)
             told = torch.cat([kept[:, None], following[:, None], chains.tokens], 1)
             arrival = self._send(torch.cat([told, sound.expand(len(sequences), 1)], 1))
-        rerun = isinstance(drafter, RerunDrafter) and chains.tokens.shape[1] == 1
-        if rerun:
+        again = drafter if count == 1 and isinstance(drafter, RerunDrafter) else None
+        if again is not None:
             with self.metrics.timed("refill"):
                 last = torch.tensor(batch.starts[:-1], device=kept.device) + kept
-                drafter.rerun(batch, states, last, following)
+                again.rerun(batch, states, last, following)
         with self.metrics.timed("sample"):
             table = arrival()
         outputs = self._settle(sequences, table)
-        if rerun:
+        if again is not None:
             return outputs
         if not all(sequence.finished for sequence in sequences):
             with self.metrics.timed("refill"):

@@ -31,15 +31,17 @@ def verify_trees(
     Raises:
         ValueError: logits that are not finite.
     """
-    raw, texts = logits, _texts(sequences, proposals)
+    raw = logits
     if any(sequence.params.edits_logits for sequence in sequences):
-        logits = row_logits(raw, texts)
+        logits = row_logits(raw, _texts(sequences, proposals))
     best, choices = logits.max(-1)
     if not bool(torch.isfinite(best).all()):
         check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
     target = None
     if not all(sequence.params.greedy for sequence in sequences):
-        target = laws(logits, [row.sequence.params for row in texts])
+        sizes = map(len, (proposal.tokens for proposal in proposals))
+        pairs = zip(sequences, sizes, strict=True)
+        target = laws(logits, [one.params for one, size in pairs for _ in range(size + 1)])
     trees = _trees(batch, sequences, proposals, target)
     paths, following = accept_trees(trees, choices, target)
     kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
