@@ -22,11 +22,16 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "What later steps see in training": ("ctx-", "fam-mtp"),
     "What is minimised": ("loss-", "fam-mtp"),
     "Whose answers": ("ans-", "ans-equal"),
+    "How much data": ("data-", "data-125k-x1"),
 }
 """Title -> prefix of the runs' names, and the run that the others are held against."""
 
 
-def page(results: list[dict[str, Any]], accepted: list[dict[str, Any]]) -> str:
+def page(
+    results: list[dict[str, Any]],
+    accepted: list[dict[str, Any]],
+    by_length: Sequence[dict[str, Any]] = (),
+) -> str:
     """All tables as Markdown."""
     parts = [selection(results)]
     for title, (prefix, base) in _GROUPS.items():
@@ -36,7 +41,51 @@ def page(results: list[dict[str, Any]], accepted: list[dict[str, Any]]) -> str:
         chosen = [r for name in names for r in results if r["name"] == name]
         if len(chosen) > 1:
             parts.append(f"## {title}\n\n{_figures(chosen)}\n{_acceptance(chosen, accepted, base)}")
-    return "\n".join(parts)
+    parts += [trees(accepted), *lengths(by_length)]
+    return "\n".join(part for part in parts if part)
+
+
+def trees(accepted: Sequence[dict[str, Any]]) -> str:
+    """Tokens per target call of trees beside those of the same head's chains."""
+    found = {(r["head"], r["prompts"], r["temperature"]): r for r in accepted}
+    names = dict.fromkeys(r["head"].partition("+")[0] for r in accepted if "+" in r["head"])
+    rows = []
+    for name in names:
+        for shape in ("", "+static", "+dynamic"):
+            records = [
+                found.get((name + shape, prompts, t)) for t in (0.0, 1.0) for prompts in _SETS
+            ]
+            if any(records):
+                cells = [
+                    "–" if r is None else f"{r['tokens_per_target_call']:.3f}" for r in records
+                ]
+                rows.append([name, shape[1:] or "chain of 3", *cells])
+    if not rows:
+        return ""
+    header = ["head", "drafts", *(f"{p}, T={t}" for t in (0, 1) for p in _SETS)]
+    return f"## Trees: tokens per target call\n\n{markdown_table(header, rows)}\n"
+
+
+def lengths(records: Sequence[dict[str, Any]]) -> list[str]:
+    """For each head: tokens per second of plain decoding by batch size, and the speed-up over it by
+    draft length, the best of a batch size in bold."""
+    tables = []
+    for name in dict.fromkeys(record["head"] for record in records):
+        chosen = {(r["batch"], r["draft_tokens"]): r for r in records if r["head"] == name}
+        speed = {key: r["tokens"] / r["seconds"] for key, r in chosen.items()}
+        counts = sorted({count for _, count in speed if count})
+        rows = []
+        for batch in sorted({batch for batch, _ in speed}):
+            gains = {n: speed[batch, n] / speed[batch, 0] for n in counts if (batch, n) in speed}
+            best = max(gains.values())
+            cells = [
+                f"**{gains[n]:.2f}×**" if gains[n] == best else f"{gains[n]:.2f}×" for n in gains
+            ]
+            rows.append([batch, f"{speed[batch, 0]:.1f}", *cells])
+        called = [f"K={n} ({chosen[1, n]['tokens_per_target_call']:.2f} a call)" for n in counts]
+        table = markdown_table(["requests together", "plain, tokens/s", *called], rows)
+        tables.append(f"## Draft length and batch size, {name}\n\n{table}\n")
+    return tables
 
 
 def curves(out: Path, results: list[dict[str, Any]], prefix: str) -> Path | None:

@@ -31,7 +31,7 @@ from ...models.files import atomic_write_json
 from ...models.heads import load_head
 from ...models.target import Target, TargetConfig
 from ...train.objective import Objective
-from ..results import Bench
+from ..results_bench import Bench
 
 STEPS = 3
 REPEATS = 5
