@@ -10,7 +10,7 @@ when there is no run it hands out scattered pages, and they are gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class PageAllocator:
         *,
         after: int | None = None,
         room: int = 0,
-        avoid: Set[int] = frozenset(),
+        avoid: Iterable[int] = (),
     ) -> list[int] | None:
         """`count` pages for one user, neighbouring where possible; None when fewer are free.
 
@@ -52,20 +52,11 @@ class PageAllocator:
             after: a page whose neighbours are wanted first, whatever prefix they hold. room: how
                 many pages in a row the user may come to need; the run is looked for where so many
                 are free. avoid: pages that others hope to grow into, taken only where nothing else
-                is left.
+                is left; gone through only where the neighbours of `after` are not free.
         """
         if count > self.num_free:
             return None
-        pages = self._behind(after, count)
-        for length in (max(room, count), count):
-            pages = pages or self._run(length, avoid)[:count]
-        pages = (
-            pages
-            or sorted(
-                (page for page in range(self.num_pages) if not self.users[page]),
-                key=lambda page: (page in avoid, self._left[page]),
-            )[:count]
-        )
+        pages = self._behind(after, count) or self._elsewhere(count, room, set(avoid))
         for page in pages:
             self.cache.drop(page)
             self.users[page] = 1
@@ -110,6 +101,15 @@ class PageAllocator:
             return []
         pages = list(range(page + 1, page + 1 + count))
         return [] if any(self.users[each] for each in pages) else pages
+
+    def _elsewhere(self, count: int, room: int, avoid: Set[int]) -> list[int]:
+        """The first of a long run, else of a short one, else what is left."""
+        for length in (max(room, count), count):
+            pages = self._run(length, avoid)[:count]
+            if pages:
+                return pages
+        free = (page for page in range(self.num_pages) if not self.users[page])
+        return sorted(free, key=lambda page: (page in avoid, self._left[page]))[:count]
 
     def _run(self, length: int, avoid: Set[int]) -> list[int]:
         """Of the runs of free pages the one whose newest prefix is oldest (none at all is best);

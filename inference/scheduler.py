@@ -227,9 +227,9 @@ class Scheduler:
     def _allocate(self, sequence: Sequence, count: int, after: int | None) -> list[int] | None:
         """Pages for a sequence that may come to its limit; not where the others will grow."""
         room = self._most_pages(sequence)
-        avoid = {
+        avoid = (
             page for one in self.running if one is not sequence for page in self._foreseen(one)
-        }
+        )
         pages = self.allocator.allocate(
             count, after=after, room=room - len(sequence.pages), avoid=avoid
         )
