@@ -81,7 +81,7 @@ def lengths(records: Sequence[dict[str, Any]]) -> list[str]:
             cells = [
                 f"**{gains[n]:.2f}×**" if gains[n] == best else f"{gains[n]:.2f}×" for n in gains
             ]
-            rows.append([batch, f"{speed[batch, 0]:.1f}", *cells])
+            rows.append([str(batch), f"{speed[batch, 0]:.1f}", *cells])
         called = [f"K={n} ({chosen[1, n]['tokens_per_target_call']:.2f} a call)" for n in counts]
         table = markdown_table(["requests together", "plain, tokens/s", *called], rows)
         tables.append(f"## Draft length and batch size, {name}\n\n{table}\n")
