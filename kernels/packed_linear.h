@@ -15,10 +15,10 @@
 
 #include <immintrin.h>
 #include <omp.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
+
+#include "tiles.h"
 
 namespace product {
 
@@ -29,23 +29,6 @@ constexpr int64_t ROWS = 32;    // of a step: two tiles
 constexpr int64_t PANEL = 256;  // rows of a task
 constexpr int64_t NEAR = 1 << 19;  // bytes of weights that stay near while its rows pass by
 constexpr int64_t AHEAD = 8;       // pairs of blocks that are fetched early
-
-inline __m512 widen(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-// exp by 2^n times a polynomial in the rest; within 2 units of float32.
-inline __m512 exponential(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                    5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
-}
 
 inline __m512 silu(__m512 x) {
     const __m512 low = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(-88.0f));
@@ -92,23 +75,12 @@ struct Call {
 
 #ifdef __AMX_BF16__
 
-struct alignas(64) Tiles {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
 // Sums 0 1 / 2 3, rows 4 / 5, weights 6 7.
 inline void configure(int64_t first, int64_t second) {
     Tiles tiles;
-    for (int tile = 0; tile < 8; tile++) {
-        const int64_t rows[8] = {first, first, second, second, first, second, 16, 16};
-        tiles.bytes[tile] = 64;
-        tiles.rows[tile] = rows[tile] ? rows[tile] : 16;
-    }
-    // GCC takes the instruction to read 8 of the 64 bytes: they must all be written before.
-    __asm__ volatile("" : : "r"(&tiles) : "memory");
-    _tile_loadconfig(&tiles);
+    const int64_t rows[8] = {first, first, second, second, first, second, 16, 16};
+    for (int tile = 0; tile < 8; tile++) tiles.rows[tile] = rows[tile] ? rows[tile] : 16;
+    tiles.load();
 }
 
 inline void fetch(const bf16* weight) {
@@ -219,7 +191,7 @@ inline void run(const Call& call, int64_t n) {
 // Whether this processor runs it; asks for the matrix tiles where they are used.
 inline bool granted() {
 #ifdef __AMX_BF16__
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+    return tiles_granted();
 #else
     return true;
 #endif
