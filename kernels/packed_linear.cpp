@@ -7,8 +7,8 @@
 extern "C" {
 int usable() { return 0; }
 void pack(const bf16*, const bf16*, bf16*, int64_t, int64_t) {}
-void linear(const bf16*, int64_t, const bf16*, const bf16*, int64_t, bf16*, int64_t, int64_t,
-            int64_t, int) {}
+void linear(const bf16*, int64_t, const bf16*, const bf16*, int64_t, void*, int64_t, int64_t,
+            int64_t, int, int) {}
 }
 
 #else
@@ -46,9 +46,12 @@ void pack(const bf16* weight, const bf16* second, bf16* packed, int64_t out, int
             }
 }
 
+// y is bfloat16, or float32 where `widened`.
 void linear(const bf16* x, int64_t x_stride, const bf16* weight, const bf16* other,
-            int64_t other_stride, bf16* y, int64_t n, int64_t out, int64_t in, int then) {
-    const Call call{x, weight, other, y, x_stride, other_stride, out, in, Then(then)};
+            int64_t other_stride, void* y, int64_t n, int64_t out, int64_t in, int then,
+            int widened) {
+    const Call call{x,  weight, other, (bf16*)y, x_stride, other_stride, out, in, Then(then),
+                    widened ? (float*)y : nullptr};
 #pragma omp parallel
     run(call, n);
 }

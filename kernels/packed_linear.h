@@ -41,6 +41,7 @@ struct Call {
     bf16* y;
     int64_t x_stride, other_stride, out, in;  // out: columns of y, in: a multiple of K
     Then then;
+    float* widened = nullptr;  // in place of y: the rounded result in float32
 
     // What follows the sums of one row: first and second are the pair's two blocks.
     void finish(int64_t row, int64_t pair, __m512 first, __m512 second) const {
@@ -68,8 +69,12 @@ struct Call {
     }
 
     void store(int64_t row, int64_t column, __m512 sum) const {
-        _mm256_mask_storeu_epi16(y + row * out + column, inside(column),
-                                 (__m256i)_mm512_cvtneps_pbh(sum));
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
+        const int64_t at = row * out + column;
+        if (widened)
+            _mm512_mask_storeu_ps(widened + at, inside(column), widen(rounded));
+        else
+            _mm256_mask_storeu_epi16(y + at, inside(column), rounded);
     }
 };
 
