@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import few_rows
 from ..kernels.causal_attention import causal_attention
+from ..kernels.decoder_pass import PagedLayers
 from ..kernels.jit import use_triton
 from ..kernels.kv_append import is_prefix, kv_append
 from ..kernels.paged_attention import DraftedRows, PagedRows, paged_attention
@@ -284,6 +285,16 @@ class PagedContext:
                 out = tree_attention(*seen, ancestry, scaling, window, softcap)
             parts.append(out.transpose(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
+        """See `models.attention.OverPages`."""
+        batch = self.batch
+        if batch.trees is not None or batch.with_many or not few_rows.serves(like):
+            return None
+        other = like.clone()  # values are stored beside keys, not in them
+        both = [self.pool.layer(self.first_layer + layer, like, other) for layer in layers]
+        keys, values = [keys for keys, _ in both], [values for _, values in both]
+        return PagedLayers(batch.paged, batch.slots, keys, values)
 
     def _few_and_many(
         self,

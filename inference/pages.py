@@ -10,7 +10,7 @@ when there is no run it hands out scattered pages, and they are gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -44,19 +44,19 @@ class PageAllocator:
         *,
         after: int | None = None,
         room: int = 0,
-        avoid: Iterable[int] = (),
+        avoid: Callable[[], Set[int]] = frozenset,
     ) -> list[int] | None:
         """`count` pages for one user, neighbouring where possible; None when fewer are free.
 
         Args:
             after: a page whose neighbours are wanted first, whatever prefix they hold. room: how
                 many pages in a row the user may come to need; the run is looked for where so many
-                are free. avoid: pages that others hope to grow into, taken only where nothing else
-                is left; gone through only where the neighbours of `after` are not free.
+                are free. avoid: gives the pages that others hope to grow into, taken only where
+                nothing else is left; asked where the neighbours are not free.
         """
         if count > self.num_free:
             return None
-        pages = self._behind(after, count) or self._elsewhere(count, room, set(avoid))
+        pages = self._behind(after, count) or self._elsewhere(count, room, avoid())
         for page in pages:
             self.cache.drop(page)
             self.users[page] = 1
@@ -94,6 +94,14 @@ class PageAllocator:
             self.cache.drop(page)
             self._left[page] = 0
         return [page for page in known if not self.users[page]]
+
+    def _elsewhere(self, count: int, room: int, avoid: Set[int]) -> list[int]:
+        """A run of `room` free pages, or of `count`, or any."""
+        for length in (max(room, count), count):
+            if pages := self._run(length, avoid)[:count]:
+                return pages
+        free = (page for page in range(self.num_pages) if not self.users[page])
+        return sorted(free, key=lambda page: (page in avoid, self._left[page]))[:count]
 
     def _behind(self, page: int | None, count: int) -> list[int]:
         """The next `count` neighbours of a page where all are free, else none."""

@@ -226,13 +226,13 @@ class Scheduler:
 
     def _allocate(self, sequence: Sequence, count: int, after: int | None) -> list[int] | None:
         """Pages for a sequence that may come to its limit; not where the others will grow."""
-        room = self._most_pages(sequence)
-        avoid = (
-            page for one in self.running if one is not sequence for page in self._foreseen(one)
-        )
-        pages = self.allocator.allocate(
-            count, after=after, room=room - len(sequence.pages), avoid=avoid
-        )
+        room = self._most_pages(sequence) - len(sequence.pages)
+
+        def others() -> set[int]:
+            left = (one for one in self.running if one is not sequence)
+            return {page for one in left for page in self._foreseen(one)}
+
+        pages = self.allocator.allocate(count, after=after, room=room, avoid=others)
         if pages is not None:
             self.pool.forget(pages, self.config.page_size)
         return pages

@@ -19,6 +19,7 @@ from ..kernels.accept import DraftLaw, draw_rows
 from ..kernels.accept_block import accept_block
 from ..kernels.accept_chains import Chains, accept_chains
 from ..kernels.accept_typical import accept_typical
+from ..kernels.top_two import top_two
 from .batch import Batch
 from .drafters import Proposal
 from .processors import Row, row_logits
@@ -104,7 +105,7 @@ class _Judge:
 
     def _greedy(self, indices: list[int]) -> None:
         """One pass over all rows, which also finds those that are not finite."""
-        best, choices = self.logits.max(-1)
+        best, choices, second = top_two(self.logits)
         # One transfer to the host says both.
         decided = torch.where(torch.isfinite(best), choices, -1).tolist()
         if min(decided) < 0:
@@ -112,11 +113,9 @@ class _Judge:
         self._match(indices, decided)
         plain = [index for index in indices if not self.drafts[index]]
         if plain:
-            at = torch.tensor([self.starts[index] for index in plain], device=best.device)
-            rest = self.logits[at].scatter_(1, choices[at, None], float("-inf")).amax(-1)
-            leads = torch.stack([best[at], best[at] - rest], 1).tolist()
-            for index, (top, gap) in zip(plain, leads, strict=True):
-                self.sequences[index].leads.append(Lead(top, gap))
+            leads = torch.stack([best, best - second], 1).tolist()
+            for index in plain:
+                self.sequences[index].leads.append(Lead(*leads[self.starts[index]]))
 
     def _coupled(self, indices: list[int]) -> None:
         """One draw for each token of the answer, as in plain decoding."""

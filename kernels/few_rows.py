@@ -21,8 +21,8 @@ MOST = 16
 """Rows of a sequence that one call takes."""
 
 
-class _Shape(ctypes.Structure):
-    """`Shape` in few_rows.cpp."""
+class Shape(ctypes.Structure):
+    """`Shape` in few_rows.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "pages")),
@@ -64,30 +64,10 @@ def few_rows_attention(
     """
     assert q.dtype == keys.dtype == values.dtype
     assert q.stride(2) == keys.stride(2) == values.stride(2) == 1
-    heads, num_rows, width = q.shape
-    value_width = values.shape[2]
-    out = q.new_empty(num_rows, heads, value_width)
-    shape = _Shape(
-        rows.starts.data_ptr(),
-        rows.lengths.data_ptr(),
-        rows.pages.data_ptr(),
-        *rows.pages.shape,
-        rows.page_size,
-        heads,
-        keys.shape[0],
-        width,
-        value_width,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        scaling,
-        softcap or 0.0,
-        window or 0,
-        MOST,
-    )
+    heads, num_rows, _ = q.shape
+    out = q.new_empty(num_rows, heads, values.shape[2])
+    strides = q.stride(0), q.stride(1)
+    shape = shape_of(rows, heads, keys, values, strides, scaling, window, softcap)
     library = _NATIVE.library
     assert library is not None
     library.attend(
@@ -99,3 +79,37 @@ def few_rows_attention(
         ctypes.addressof(shape),
     )
     return out
+
+
+def shape_of(
+    rows: PagedRows,
+    heads: int,
+    keys: Tensor,
+    values: Tensor,
+    q_strides: tuple[int, int],
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Shape:
+    """A call as C++ reads it: `heads` query heads whose strides by head and row are given; the rest
+    see `few_rows_attention`."""
+    return Shape(
+        rows.starts.data_ptr(),
+        rows.lengths.data_ptr(),
+        rows.pages.data_ptr(),
+        *rows.pages.shape,
+        rows.page_size,
+        heads,
+        keys.shape[0],
+        keys.shape[2],
+        values.shape[2],
+        *q_strides,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        scaling,
+        softcap or 0.0,
+        window or 0,
+        MOST,
+    )

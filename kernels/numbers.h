@@ -6,6 +6,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -51,6 +56,27 @@ inline float exponential(float x) {
     return p * scale;
 }
 inline double exponential(double x) { return std::exp(x); }
+
+#ifdef __AVX512F__
+
+// Both for sixteen at once.
+inline __m512 widen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+inline __m512 exponential(__m512 x) {  // any x that float32 can hold the result of
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                    5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+#endif
 
 // The three types in the order that Python counts them.
 #define BY_TYPE(type, call)                     \

@@ -1,198 +1,21 @@
-// y = x W^T in bfloat16 with float32 sums, for weights laid out once (see packed_linear.py).
-//
-// The layout is that of the processor's matrix tiles: W^T in blocks of 32 k by 16 columns, 16 lines
-// of (two k, 16 columns), two blocks side by side. A pass over few rows then reads the weights in
-// one straight stream, once for all rows. Every row's sum runs over k in the same order, however
-// many rows are beside it.
+// One product of packed_linear.h in a call, and the layout of its weights; see packed_linear.py.
 
-#include <cstdint>
+#include "packed_linear.h"
 
-using bf16 = uint16_t;
-
-#if !(defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__))
+#ifndef PRODUCTS
 
 extern "C" {
 int usable() { return 0; }
 void pack(const bf16*, const bf16*, bf16*, int64_t, int64_t) {}
-void linear(const bf16*, int64_t, const bf16*, const bf16*, int64_t, bf16*, int64_t, int64_t,
-            int64_t, int) {}
+void linear(const bf16*, int64_t, const bf16*, const bf16*, int64_t, void*, int64_t, int64_t,
+            int64_t, int, int) {}
 }
 
 #else
 
-#include <immintrin.h>
-#include <omp.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <algorithm>
-
-enum Then { NONE, SILU, MUL, ADD, GATE };
-
-constexpr int64_t K = 32, COLUMNS = 16, BLOCK = K * COLUMNS, PAIR = 2 * BLOCK;
-constexpr int64_t ROWS = 32;    // of a step: two tiles
-constexpr int64_t PANEL = 256;  // rows of a task
-constexpr int64_t NEAR = 1 << 19;  // bytes of weights that stay near while its rows pass by
-constexpr int64_t AHEAD = 8;    // pairs of blocks that are fetched early
+using namespace product;
 
 namespace {
-
-inline __m512 widen(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-// exp by 2^n times a polynomial in the rest; within 2 units of float32.
-inline __m512 exponential(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                    5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
-}
-
-inline __m512 silu(__m512 x) {
-    const __m512 low = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(-88.0f));
-    const __m512 e = exponential(_mm512_min_ps(low, _mm512_set1_ps(88.0f)));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-}
-
-struct Call {
-    const bf16 *x, *weight, *other;
-    bf16* y;
-    int64_t x_stride, other_stride, out, in;  // out: columns of y, in: a multiple of K
-    Then then;
-
-    // What follows the sums of one row: first and second are the pair's two blocks.
-    void finish(int64_t row, int64_t pair, __m512 first, __m512 second) const {
-        if (then == GATE) {
-            store(row, pair * COLUMNS, _mm512_mul_ps(silu(first), second));
-            return;
-        }
-        const __m512 sums[2] = {first, second};
-        for (int64_t half = 0; half < 2; half++) {
-            const int64_t column = pair * 2 * COLUMNS + half * COLUMNS;
-            if (column >= out) return;
-            __m512 sum = sums[half];
-            if (then == SILU) sum = silu(sum);
-            if (then == MUL || then == ADD) {
-                const __m512 o = widen(_mm256_maskz_loadu_epi16(
-                    inside(column), other + row * other_stride + column));
-                sum = then == MUL ? _mm512_mul_ps(sum, o) : _mm512_add_ps(sum, o);
-            }
-            store(row, column, sum);
-        }
-    }
-
-    __mmask16 inside(int64_t column) const {
-        return column + COLUMNS <= out ? 0xffff : (1u << (out - column)) - 1;
-    }
-
-    void store(int64_t row, int64_t column, __m512 sum) const {
-        _mm256_mask_storeu_epi16(y + row * out + column, inside(column),
-                                 (__m256i)_mm512_cvtneps_pbh(sum));
-    }
-};
-
-#ifdef __AMX_BF16__
-
-struct alignas(64) Tiles {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Sums 0 1 / 2 3, rows 4 / 5, weights 6 7.
-void configure(int64_t first, int64_t second) {
-    Tiles tiles;
-    for (int tile = 0; tile < 8; tile++) {
-        const int64_t rows[8] = {first, first, second, second, first, second, 16, 16};
-        tiles.bytes[tile] = 64;
-        tiles.rows[tile] = rows[tile] ? rows[tile] : 16;
-    }
-    _tile_loadconfig(&tiles);
-}
-
-inline void fetch(const bf16* weight) {
-    for (int64_t i = 0; i < PAIR; i += 32) _mm_prefetch(weight + AHEAD * PAIR + i, _MM_HINT_T0);
-}
-
-void step(const Call& c, int64_t pair, int64_t row, int64_t rows) {
-    const bool first = row % PANEL == 0;  // later ones find the weights near
-    alignas(64) float sums[ROWS][2 * COLUMNS];
-    const bf16* weight = c.weight + pair * c.in / K * PAIR;
-    const bf16* x = c.x + row * c.x_stride;
-    const int64_t line = 2 * c.x_stride;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (rows > 16) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < c.in; k += K, weight += PAIR) {
-            if (first) fetch(weight);
-            _tile_loadd(4, x + k, line);
-            _tile_loadd(6, weight, 64);
-            _tile_loadd(7, weight + BLOCK, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, x + 16 * c.x_stride + k, line);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, &sums[16][0], sizeof sums[0]);
-        _tile_stored(3, &sums[16][COLUMNS], sizeof sums[0]);
-    } else {
-        for (int64_t k = 0; k < c.in; k += K, weight += PAIR) {
-            if (first) fetch(weight);
-            _tile_loadd(4, x + k, line);
-            _tile_loadd(6, weight, 64);
-            _tile_loadd(7, weight + BLOCK, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-    }
-    _tile_stored(0, &sums[0][0], sizeof sums[0]);
-    _tile_stored(1, &sums[0][COLUMNS], sizeof sums[0]);
-    for (int64_t r = 0; r < rows; r++)
-        c.finish(row + r, pair, _mm512_load_ps(sums[r]), _mm512_load_ps(sums[r] + COLUMNS));
-}
-
-#else
-
-template <int R>
-void lines(const Call& c, int64_t pair, int64_t row) {
-    __m512 first[R], second[R];
-    for (int r = 0; r < R; r++) first[r] = second[r] = _mm512_setzero_ps();
-    const bf16* weight = c.weight + pair * c.in / K * PAIR;
-    for (int64_t k = 0; k < c.in; k += 2, weight += 2 * COLUMNS) {
-        if (k % K == 0 && k) weight += BLOCK;
-        _mm_prefetch(weight + AHEAD * PAIR, _MM_HINT_T0);
-        _mm_prefetch(weight + AHEAD * PAIR + BLOCK, _MM_HINT_T0);
-        const __m512bh a = (__m512bh)_mm512_loadu_si512(weight);
-        const __m512bh b = (__m512bh)_mm512_loadu_si512(weight + BLOCK);
-        for (int r = 0; r < R; r++) {
-            int32_t two;
-            __builtin_memcpy(&two, c.x + (row + r) * c.x_stride + k, 4);
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-            first[r] = _mm512_dpbf16_ps(first[r], x, a);
-            second[r] = _mm512_dpbf16_ps(second[r], x, b);
-        }
-    }
-    for (int r = 0; r < R; r++) c.finish(row + r, pair, first[r], second[r]);
-}
-
-void configure(int64_t, int64_t) {}
-
-void step(const Call& c, int64_t pair, int64_t row, int64_t rows) {
-    for (; rows >= 8; rows -= 8, row += 8) lines<8>(c, pair, row);
-    for (; rows >= 4; rows -= 4, row += 4) lines<4>(c, pair, row);
-    for (; rows; rows--, row++) lines<1>(c, pair, row);
-}
-
-#endif
 
 // Where row `row` of the blocks of W^T lies.
 inline int64_t place(int64_t pair, int64_t half, int64_t k, int64_t column, int64_t in) {
@@ -204,14 +27,7 @@ inline int64_t place(int64_t pair, int64_t half, int64_t k, int64_t column, int6
 
 extern "C" {
 
-// Whether this processor runs it; asks for the matrix tiles where they are used.
-int usable() {
-#ifdef __AMX_BF16__
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
-#else
-    return 1;
-#endif
-}
+int usable() { return granted(); }
 
 // weight [out, in] -> packed, with rows and columns of zeros up to 32; a second matrix of the same
 // shape takes the second block of each pair, else the next 16 columns do.
@@ -225,38 +41,19 @@ void pack(const bf16* weight, const bf16* second, bf16* packed, int64_t out, int
                 const int64_t o = pair * own + (second ? 0 : half * COLUMNS) + column;
                 const bf16* row = (half && second ? second : weight) + o * in;
                 for (int64_t k = 0; k < wide; k++)
-                    packed[place(pair, half, k, column, wide)] = o < out && k < in ? row[k] : 0;
+                    packed[place(pair, half, k, column, wide)] =
+                        o < out && k < in ? row[k] : bf16{0};
             }
 }
 
-// x [n, in] with in a multiple of 32 and unit stride -> y [n, out], contiguous.
+// y is bfloat16, or float32 where `widened`.
 void linear(const bf16* x, int64_t x_stride, const bf16* weight, const bf16* other,
-            int64_t other_stride, bf16* y, int64_t n, int64_t out, int64_t in, int then) {
-    const Call call{x, weight, other, y, x_stride, other_stride, out, in, Then(then)};
-    const int64_t own = then == GATE ? COLUMNS : 2 * COLUMNS, pairs = (out + own - 1) / own;
-    // A task is a panel of rows against a panel of columns whose weights stay near. x is read from
-    // the nearest cache, so the columns are the inner loop.
-    const int64_t near = std::max<int64_t>(1, NEAR / (in / K * PAIR * sizeof(bf16)));
-    const int64_t share = (pairs + omp_get_max_threads() - 1) / omp_get_max_threads();
-    const int64_t wide = std::min(near, share);
+            int64_t other_stride, void* y, int64_t n, int64_t out, int64_t in, int then,
+            int widened) {
+    const Call call{x,  weight, other, (bf16*)y, x_stride, other_stride, out, in, Then(then),
+                    widened ? (float*)y : nullptr};
 #pragma omp parallel
-    {
-        int64_t now = 0;  // the rows that the tiles are set to
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t top = 0; top < n; top += PANEL)
-            for (int64_t left = 0; left < pairs; left += wide)
-                for (int64_t row = top; row < std::min(n, top + PANEL); row += ROWS) {
-                    const int64_t rows = std::min(ROWS, n - row);
-                    if (rows != now)
-                        configure(std::min<int64_t>(rows, 16), std::max<int64_t>(rows - 16, 0));
-                    now = rows;
-                    for (int64_t pair = left; pair < std::min(pairs, left + wide); pair++)
-                        step(call, pair, row, rows);
-                }
-#ifdef __AMX_BF16__
-        _tile_release();
-#endif
-    }
+    run(call, n);
 }
 }
 

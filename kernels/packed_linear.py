@@ -32,7 +32,7 @@ _NATIVE = Native(
         "usable": [],
         "pack": [POINTER, POINTER, POINTER, INTEGER, INTEGER],
         "linear": [POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER]
-        + [INTEGER, INTEGER, INTEGER, SMALL],
+        + [INTEGER, INTEGER, INTEGER, SMALL, SMALL],
     },
     returns=("usable",),
 )
@@ -103,6 +103,14 @@ class PackedLinear:
         assert then in ("mul", "add") and other is not None
         return op.binary(x, other, self.weight, None, then)
 
+    def widened(self, x: Tensor) -> Tensor:
+        """x W^T, rounded to its own dtype and given in at least float32: what `self(x).float()` is,
+        without the copy where the native form runs."""
+        if self.tiled:
+            return _product(x, self.weight, self.out_features, "none", None, torch.float32)
+        y = self(x)
+        return y.to(torch.promote_types(y.dtype, torch.float32))
+
 
 class GatedLinear:
     """silu(x G^T) * (x U^T), frozen; one product where the native form runs.
@@ -147,12 +155,19 @@ def _tiles(weight: Tensor, second: Tensor | None) -> Tensor:
     return packed
 
 
-def _product(x: Tensor, weight: Tensor, out: int, then: str, other: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    out: int,
+    then: str,
+    other: Tensor | None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
     assert x.dtype == torch.bfloat16 and (other is None or other.dtype == torch.bfloat16)
     x = x if x.stride(1) == 1 else x.contiguous()
     if other is not None and other.stride(1) != 1:
         other = other.contiguous()
-    y = x.new_empty(x.shape[0], out)
+    y = x.new_empty(x.shape[0], out, dtype=dtype)
     library = _NATIVE.library
     assert library is not None and (other is not None) == (then in ("mul", "add"))
     library.linear(
@@ -166,5 +181,6 @@ def _product(x: Tensor, weight: Tensor, out: int, then: str, other: Tensor | Non
         out,
         x.shape[1],
         _THEN[then],
+        dtype == torch.float32,
     )
     return y

@@ -2,31 +2,22 @@
 
 #include <vector>
 
-#include "numbers.h"
+#include "rows.h"
 
 template <class T>
 static void run(T* x, int64_t row_stride, int64_t head_stride, const T* cos, int64_t cos_stride,
                 const T* sin, int64_t sin_stride, int64_t n, int64_t heads, int64_t size) {
     using W = wide<T>;
-    const int64_t half = size / 2;
 #pragma omp parallel if (n * heads * size > 65536)
     {
         std::vector<W> memory(4 * size);
-        W *c = memory.data(), *s = c + size, *in = s + size, *out = in + size;
+        W *c = memory.data(), *s = c + size, *own = s + size;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < n; row++) {
             for (int64_t i = 0; i < size; i++) c[i] = widen(cos[row * cos_stride + i]);
             for (int64_t i = 0; i < size; i++) s[i] = widen(sin[row * sin_stride + i]);
-            for (int64_t head = 0; head < heads; head++) {
-                T* own = x + row * row_stride + head * head_stride;
-                for (int64_t i = 0; i < size; i++) in[i] = widen(own[i]);
-#pragma omp simd
-                for (int64_t i = 0; i < half; i++) out[i] = in[i] * c[i] + in[half + i] * s[i];
-#pragma omp simd
-                for (int64_t i = half; i < size; i++) out[i] = in[i] * c[i] + in[i - half] * s[i];
-#pragma omp simd
-                for (int64_t i = 0; i < size; i++) narrow(out[i], own[i]);
-            }
+            for (int64_t head = 0; head < heads; head++)
+                rotate_head(x + row * row_stride + head * head_stride, c, s, size / 2, own);
         }
     }
 }

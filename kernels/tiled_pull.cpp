@@ -19,22 +19,14 @@ struct Call {
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <vector>
+
+#include "tiles.h"
 
 namespace {
 
 constexpr int64_t KEYS = 32, QUERIES = 128, WIDEST = 128;
-
-struct alignas(64) Tiles {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
 
 // C [m, n] (+)= A [m, k] B, m and n multiples of 32, k of 32. A: rows of bf16, `a_row` apart. B: rows
 // of pairs, [k / 2][n][2], `b_row` pairs apart. C: float32, `c_row` apart.
@@ -126,8 +118,7 @@ void document(const Call& c, int64_t head, int64_t begin, int64_t end, Memory& m
     alignas(64) static thread_local uint32_t pairs[KEYS / 2][QUERIES];
     alignas(64) static thread_local float dq[WIDEST][QUERIES];
     alignas(64) float mass[QUERIES], drop[QUERIES];
-    const Tiles tiles;
-    _tile_loadconfig(&tiles);
+    Tiles().load();
     for (int64_t top = 0; top < n; top += QUERIES) {
         const int64_t lines = std::min(QUERIES, n - top), first = begin + top;
         m.q.fill(c.q + head * c.q_head + first * c.q_row, c.q_row, lines, width);
@@ -182,8 +173,7 @@ void document(const Call& c, int64_t head, int64_t begin, int64_t end, Memory& m
 }  // namespace
 
 extern "C" int tiled() {
-    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // XTILEDATA
-    return granted;
+    return tiles_granted();
 }
 
 extern "C" void pull(const Call* call) {

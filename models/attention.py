@@ -7,13 +7,14 @@ the engine, the unrolled steps of training. Widths of keys and values may differ
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from ..kernels.causal_attention import causal_attention
+from ..kernels.decoder_pass import PagedLayers
 
 IMPLEMENTATION = "draftsmith"
 
@@ -33,6 +34,20 @@ class AttentionContext(Protocol):
         softcap: float | None,
     ) -> Tensor:
         """q [1,Hq,N,D], k [1,Hk,N,D], v [1,Hk,N,Dv] of this pass's N rows -> [1,N,Hq,Dv]."""
+        ...
+
+
+@runtime_checkable
+class OverPages(Protocol):
+    """A context whose keys lie in pages, which whole layers may read and write by themselves."""
+
+    def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
+        """The pages of these layers, where every sequence has few rows that see all before them;
+        else None.
+
+        Args:
+            like: [Hk, 1, D], a layer's keys and values in shape and dtype.
+        """
         ...
 
 

@@ -1,10 +1,12 @@
 """Decoder layers of the Llama family and its relatives without the overhead: fused weights, packed
-once, nine calls a layer.
+once, nine calls a layer, or one for all layers.
 
 In a decode pass of a small target, module calls and unfused elementwise steps cost as much as the
 matrix products. These layers compute the same function from the same weights (tests hold them
 against transformers' own in float64); they carry no gradient. q, k and v are one product; the
-activation, the gate's product and both residual sums ride on the products that precede them.
+activation, the gate's product and both residual sums ride on the products that precede them. Where
+the rows of a pass are few in every sequence, all layers are one call (`kernels.decoder_pass`), bit
+for bit the same.
 
     llama     as it is
     mistral   a sliding window
@@ -14,16 +16,18 @@ activation, the gate's product and both residual sums ride on the products that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.decoder_pass import DecoderPass, LayerWeights, Norm
 from ..kernels.packed_linear import GatedLinear, PackedLinear
 from ..kernels.rotary import rotate
-from .attention import AttentionContext
-from .norm import own_norm
+from .attention import AttentionContext, OverPages
+from .norm import RMSNorm, own_norm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -65,15 +69,43 @@ class LeanLayer:
         self.o = _summed(attention.o_proj, self.o)
         self.down = _summed(mlp.down_proj, self.down)
 
+    @cached_property
+    def weights(self) -> LayerWeights | None:
+        """What `DecoderPass` runs this layer from; None where it cannot."""
+        if isinstance(self.o, _Summed) or isinstance(self.down, _Summed):
+            return None
+        plain = Norm()
+        norms = [_plain(norm) for norm in (self.input_norm, self.mlp_norm, *self.head_norms)]
+        before, between, q, k = [*norms, plain, plain][:4]
+        if before is None or between is None or between.weight is None or q is None or k is None:
+            return None
+        return LayerWeights(
+            before, self.qkv, self.bias, q, k, self.o, between, self.gated, self.down, self.window
+        )
+
+    @cached_property
+    def fused(self) -> DecoderPass | None:
+        """This layer in one call, where it can be."""
+        return _pass([self])
+
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [N, H], cos and sin [N, D] (sin with the first half negated) -> [N, H]."""
-        return self.after(self.input_norm(x), x, cos, sin, context)
+        if (done := _in_one_call([self], self.fused, x, cos, sin, context)) is not None:
+            return done[0]
+        return self._step_by_step(self.input_norm(x), x, cos, sin, context)
 
     def after(
         self, read: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
         """The layer after its input norm: attention reads `read` [N, H] (or wider, where its
         projections are), x [N, H] is the residual -> [N, H]."""
+        if (done := _in_one_call([self], self.fused, x, cos, sin, context, read=read)) is not None:
+            return done[0]
+        return self._step_by_step(read, x, cos, sin, context)
+
+    def _step_by_step(
+        self, read: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
+    ) -> Tensor:
         product = self.qkv(read)
         if self.bias is not None:
             product += self.bias
@@ -124,6 +156,7 @@ class LeanStack:
     def __init__(self, decoder: Any) -> None:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(decoder.layers)]
         self.rotary = decoder.rotary_emb
+        self.fused = _pass(self.layers)
 
     @staticmethod
     def supports(config: Any) -> bool:
@@ -148,6 +181,11 @@ class LeanStack:
         if unknown:
             raise ValueError(f"boundaries {unknown}: this target has boundaries 0 to {last}")
         cos, sin = lean_rotary(self.rotary, embeds, positions)
+        kept = [boundary - 1 for boundary in boundaries if boundary]
+        done = _in_one_call(self.layers, self.fused, embeds, cos, sin, context, kept)
+        if done is not None:
+            below = {0: embeds} if 0 in boundaries else {}
+            return below | {layer + 1: states for layer, states in done.items()}
         caught: dict[int, Tensor] = {}
         x = embeds
         for layer in self.layers:
@@ -165,6 +203,41 @@ def lean_rotary(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Ten
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
     return cos[0], sin
+
+
+def _plain(module: nn.Module) -> Norm | None:
+    """The norm as `DecoderPass` takes it; None of another style."""
+    if isinstance(module, nn.Identity):
+        return Norm()
+    assert isinstance(module, RMSNorm)
+    return Norm(module.weight, module.eps) if module.style == "rms" else None
+
+
+def _pass(layers: list[LeanLayer]) -> DecoderPass | None:
+    weights = [layer.weights for layer in layers if layer.weights is not None]
+    if len(weights) < len(layers) or not DecoderPass.supports(weights):
+        return None
+    return DecoderPass(weights, layers[0].head_dim, layers[0].scaling)
+
+
+def _in_one_call(
+    layers: list[LeanLayer],
+    fused: DecoderPass | None,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    context: AttentionContext,
+    kept: Iterable[int] = (),
+    read: Tensor | None = None,
+) -> dict[int, Tensor] | None:
+    """Results [N, H] by layer of what can be run in one call here (see `DecoderPass`), else
+    None."""
+    if fused is None or not isinstance(context, OverPages):
+        return None
+    first = layers[0]
+    like = x.new_empty(first.kv_heads, 1, first.head_dim)
+    pages = context.few_rows(range(first.index, first.index + len(layers)), like)
+    return None if pages is None else fused(x, cos, sin, pages, kept, read)
 
 
 def _inference_norm(module: nn.Module) -> nn.Module:

@@ -271,6 +271,8 @@ class Target:
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """Normed states [N, H] -> float32 logits [N, V] (float64 for a float64 target)."""
+        if self.trunk.plain_logits and isinstance(self.lm_head, PackedLinear):
+            return self.lm_head.widened(normed)
         logits = self.trunk.finish_logits(self.lm_head(normed))
         return logits if logits.dtype == torch.float64 else logits.float()
 

@@ -140,6 +140,11 @@ class Trunk:
         applied."""
         return self.finish_logits(nn.functional.linear(normed, self.lm_head_weight(ids)))
 
+    @property
+    def plain_logits(self) -> bool:
+        """Whether logits are lm_head's product as it is."""
+        return self.logit_scale == 1.0 and self.softcap is None
+
     def finish_logits(self, raw: Tensor) -> Tensor:
         """Scale and soft cap of logits that were multiplied elsewhere; shape kept."""
         if self.logit_scale != 1.0:

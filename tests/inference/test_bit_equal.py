@@ -14,6 +14,7 @@ from draftsmith.inference.batch import Batch, PagedContext
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine
 from draftsmith.kernels import few_rows
+from draftsmith.kernels.decoder_pass import PagedLayers
 from draftsmith.kernels.packed_linear import can_tile
 from draftsmith.models.target import Target, TargetConfig
 
@@ -62,6 +63,35 @@ def test_logits_of_a_chain_are_those_of_its_rows(target: Target):
         for j, token in enumerate(tokens)
     ]
     assert torch.equal(together, torch.cat(single))
+
+
+def test_layers_in_one_call_are_layers_in_turn(target: Target, monkeypatch: pytest.MonkeyPatch):
+    """A whole run, prompts and all boundaries, with the calls of a pass made one by one."""
+    called: list[int] = []
+
+    class Spy(PagedContext):
+        def few_rows(self, layers: range, like: torch.Tensor) -> PagedLayers | None:
+            found = super().few_rows(layers, like)
+            called.append(found is not None)
+            return found
+
+    def states(context: type[PagedContext]) -> list[dict[int, torch.Tensor]]:
+        engine = Engine(target, config(draft_tokens=0), None)
+        running = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+        while not all(sequence.decoding for sequence in running):
+            engine.step()
+        batch = Batch.build([(one, one.num_computed, one.tokens[-1:]) for one in running])
+        here = context(engine.pool, batch)
+        one = target.forward(batch.tokens, batch.positions, here, (0, 1, 2))
+        engine.run([], GREEDY)
+        return [one, {i: torch.tensor(each.tokens) for i, each in enumerate(running)}]
+
+    fused = states(Spy)
+    assert called == [True]
+    monkeypatch.setattr(PagedContext, "few_rows", lambda *_: None)
+    for one, other in zip(fused, states(PagedContext), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("pattern", [[0], [3], [1, 0, 2, 3]], ids=str)

@@ -42,7 +42,7 @@ def test_a_page_is_had_by_those_that_share_it_until_the_last_leaves():
             held = {page for pages in holders for page in pages}
             avoid = set(chance.sample(range(20), 5))
             pages = allocator.allocate(
-                count, after=chance.choice((None, 3, 19)), room=chance.randint(0, 9), avoid=avoid
+                count, after=chance.choice((None, 3, 19)), room=chance.randint(0, 9), avoid=avoid.copy
             )
             assert (pages is None) == (count > 20 - len(held))
             if pages is not None:
@@ -76,13 +76,13 @@ def test_a_request_grows_into_its_neighbours():
     """It is put where its whole length fits, and others stay out of that while there is room."""
     allocator = PageAllocator(12)
     first = allocator.allocate(2, room=5)
-    second = allocator.allocate(2, room=5, avoid={2, 3, 4})
+    second = allocator.allocate(2, room=5, avoid={2, 3, 4}.copy)
     assert (first, second) == ([0, 1], [5, 6])
     assert allocator.allocate(1, after=1) == [2]
-    assert allocator.allocate(3, after=6, avoid={3, 4}) == [7, 8, 9]
+    assert allocator.allocate(3, after=6, avoid={3, 4}.copy) == [7, 8, 9]
     # No three in a row are left; then those that nobody hopes for go first.
-    assert allocator.allocate(3, avoid={3}) == [4, 10, 11]
-    assert allocator.allocate(1, avoid={3}) == [3]
+    assert allocator.allocate(3, avoid={3}.copy) == [4, 10, 11]
+    assert allocator.allocate(1, avoid={3}.copy) == [3]
     assert allocator.allocate(1) is None and allocator.num_free == 0
 
 

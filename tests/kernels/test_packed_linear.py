@@ -30,6 +30,10 @@ def test_equals_the_definition(dtype: torch.dtype, rows: int, then: str, size: i
     expected = linear_reference(x.double(), weight.double(), then, other.double())
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    if then == "none":
+        wide = PackedLinear(weight).widened(x)
+        assert wide.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(wide, out.to(wide.dtype))
 
 
 def test_float64_is_not_packed():

@@ -1,0 +1,130 @@
+"""Whole layers in one call against the ops in turn, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.kernels import few_rows
+from draftsmith.kernels.decoder_pass import DecoderPass, LayerWeights, Norm, PagedLayers
+from draftsmith.kernels.few_rows import few_rows_attention
+from draftsmith.kernels.kv_append import kv_append
+from draftsmith.kernels.packed_linear import GatedLinear, PackedLinear, can_tile
+from draftsmith.kernels.paged_attention import PagedRows
+from draftsmith.kernels.rms_norm import rms_norm
+from draftsmith.kernels.rotary import rotate
+
+pytestmark = pytest.mark.skipif(
+    not (few_rows.serves(torch.empty(0)) and can_tile(torch.zeros(1, 32).bfloat16())),
+    reason="needs a C++ compiler and a processor that multiplies bfloat16",
+)
+SIZE, INNER, HEADS, KEY_HEADS = 96, 160, 6, 2
+
+
+def weights(width: int, read: int, special: bool, window: int | None, norm: bool) -> LayerWeights:
+    """A random layer; `special` has biases and norms of heads."""
+
+    def some(*shape: int) -> Tensor:
+        return (torch.randn(shape) * 0.1).bfloat16()
+
+    total = (HEADS + 2 * KEY_HEADS) * width
+    heads = (Norm(some(width) + 1, 1e-6), Norm(some(width) + 1, 1e-5)) if special else (Norm(),) * 2
+    return LayerWeights(
+        Norm(some(SIZE) + 1, 1e-5) if norm else Norm(),
+        PackedLinear(some(total, read)),
+        some(total) if special else None,
+        *heads,
+        PackedLinear(some(SIZE, HEADS * width)),
+        Norm(some(SIZE) + 1, 1e-6),
+        GatedLinear(some(INNER, SIZE), some(INNER, SIZE)),
+        PackedLinear(some(SIZE, INNER)),
+        window,
+    )
+
+
+def in_turn(
+    layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, pages: PagedLayers, index: int, read
+) -> Tensor:
+    """The definition."""
+
+    def normed(norm: Norm, rows: Tensor) -> Tensor:
+        return rows if norm.weight is None else rms_norm(rows, norm.weight, norm.eps)
+
+    product = layer.qkv(normed(layer.input_norm, x) if read is None else read)
+    if layer.bias is not None:
+        product += layer.bias
+    heads = product.view(len(x), HEADS + 2 * KEY_HEADS, -1)
+    q, k, v = heads.split((HEADS, KEY_HEADS, KEY_HEADS), 1)
+    for norm, part in ((layer.q_norm, q), (layer.k_norm, k)):
+        part.copy_(normed(norm, part.reshape(-1, part.shape[2])).view(part.shape))
+        rotate(part, cos, sin)
+    keys, values = pages.keys[index], pages.values[index]
+    kv_append(keys, values, k.transpose(0, 1), v.transpose(0, 1), pages.slots)
+    mixed = few_rows_attention(
+        q.transpose(0, 1), keys, values, pages.rows, scaling=0.2, window=layer.window
+    )
+    x = layer.o(mixed.reshape(len(x), -1), "add", x)
+    return layer.down(layer.gated(normed(layer.mlp_norm, x)), "add", x)
+
+
+def scene(width: int, page_size: int) -> tuple[PagedLayers, int]:
+    """Three layers' pools with the past of five sequences of a few rows; one row is not stored."""
+    counts, lengths = [1, 4, 2, 16, 1], [1, 37, 70, 48, 150]
+    tables = [-(-length // page_size) for length in lengths]
+    pages = torch.zeros(len(lengths), max(tables), dtype=torch.int32)
+    order = torch.randperm(sum(tables) + 2).tolist()
+    slots: list[int] = []
+    for index, (count, length, rows) in enumerate(zip(tables, lengths, counts, strict=True)):
+        pages[index, :count] = torch.tensor([order.pop() for _ in range(count)])
+        place = torch.arange(length - rows, length)
+        slots += (pages[index, place // page_size] * page_size + place % page_size).tolist()
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    rows = PagedRows(starts, torch.tensor(lengths), pages, page_size, 16, 150)
+    pools = [
+        torch.randn(KEY_HEADS, (sum(tables) + 2) * page_size, width).bfloat16() for _ in range(6)
+    ]
+    slots[6] = -1
+    return PagedLayers(rows, torch.tensor(slots), pools[:3], pools[3:]), sum(counts)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "biases and norms"])
+@pytest.mark.parametrize(("width", "page_size"), [(64, 16), (64, 1), (32, 8)])
+def test_equals_the_ops_in_turn(special: bool, width: int, page_size: int):
+    """Results of all layers and what they left in the pools, windows among them."""
+    torch.manual_seed(width + page_size)
+    pages, n = scene(width, page_size)
+    layers = [weights(width, SIZE, special, window, True) for window in (None, 20, None)]
+    x, cos, sin = (torch.randn(n, size).bfloat16() for size in (SIZE, width, width))
+    other = PagedLayers(
+        pages.rows, pages.slots, [k.clone() for k in pages.keys], [v.clone() for v in pages.values]
+    )
+    assert DecoderPass.supports(layers)
+    out = DecoderPass(layers, width, 0.2)(x, cos, sin, pages, kept=[0])
+    assert set(out) == {0, 2}
+    for index, layer in enumerate(layers):
+        x = in_turn(layer, x, cos, sin, other, index, None)
+        assert index == 1 or torch.equal(out[index], x)
+    assert all(torch.equal(a, b) for a, b in zip(pages.keys, other.keys, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(pages.values, other.values, strict=True))
+
+
+@pytest.mark.parametrize("wide", [SIZE, 2 * SIZE])
+def test_a_layer_that_reads_something_else(wide: int):
+    """A head's: its attention reads what it is given, or its input without a norm."""
+    torch.manual_seed(wide)
+    pages, n = scene(64, 16)
+    layer = weights(64, wide, False, None, False)
+    x, cos, sin = (torch.randn(n, size).bfloat16() for size in (SIZE, 64, 64))
+    read = torch.randn(n, wide).bfloat16() if wide > SIZE else None
+    out = DecoderPass([layer], 64, 0.2)(x, cos, sin, pages, read=read)[0]
+    assert torch.equal(out, in_turn(layer, x, cos, sin, pages, 0, read))
+
+
+def test_float32_is_left_alone():
+    """Its products have no form here."""
+    layer = weights(64, SIZE, False, None, True)
+    gated = GatedLinear(torch.randn(INNER, SIZE), torch.randn(INNER, SIZE))
+    assert not DecoderPass.supports([LayerWeights(**{**vars(layer), "gated": gated})])
