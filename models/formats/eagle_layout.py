@@ -41,25 +41,14 @@ from .eagle_files import (
 )
 from .facts import differences, facts
 from .loaders import Engine, Loader, Report, few
+from .written import KEEP, NOTE, Written
 
-NOTE = "draftsmith.json"
-_KEEP = "keep the native folder, which this engine runs"
 _EAGLE_NAMES = {
     "eh_proj.weight": "fc.weight",
     "enorm.weight": "input_norm1.weight",
     "hnorm.weight": "input_norm2.weight",
     "norm.weight": "norm.weight",
 }
-
-
-@dataclass(frozen=True)
-class Written:
-    """An export before it is on disk."""
-
-    tensors: dict[str, Tensor]
-    config: dict[str, Any]
-    origin: dict[str, str]
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -88,19 +77,19 @@ class EagleLayout:
         if loaded.head.kind != self.kind:
             raise ValueError(
                 f"the {self.name} layout holds {self.kind} heads, this one is of kind "
-                f"{loaded.head.kind}: {_KEEP}"
+                f"{loaded.head.kind}: {KEEP}"
             )
         trained, folder = facts(loaded), Path(target_folder)
         if trained["modules"] != 1:
             raise ValueError(
                 f"the {self.name} layout holds one module, this head has {trained['modules']}: "
-                f"train with head.modules=1, or {_KEEP}"
+                f"train with head.modules=1, or {KEEP}"
             )
         if trained["layer"] not in ("plain", "query-norm"):
             raise ValueError(
                 "every EAGLE class known here runs a Llama-shaped layer, this head has that of "
                 f"{trained['layer']}: train head.kind=mtp where the family has an MTP layout, or "
-                f"{_KEEP}"
+                f"{KEEP}"
             )
         loader = self._loader(trained)
         tensors, origin = self._tensors(loaded, loader, folder)
@@ -111,7 +100,7 @@ class EagleLayout:
         faults = [f"{report.title} {fault}" for fault in report.faults()]
         faults += differences(report.title, report.runs, trained)
         if faults:
-            raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {_KEEP}")
+            raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {KEEP}")
         return Written(tensors, config, origin, report)
 
     def write(
@@ -187,7 +176,7 @@ class EagleLayout:
         if fits:
             raise ValueError(
                 f"the {self.name} layout: {self.engine.name} has no class with norms on queries "
-                f"and keys for such a head, and would drop them: {_KEEP}"
+                f"and keys for such a head, and would drop them: {KEEP}"
             )
         classes = "; ".join(
             f"{one.name}: {few(one.norms) or 'none'}" for one in self.engine.loaders
@@ -196,7 +185,7 @@ class EagleLayout:
             f"the {self.name} layout: this head has the norms {few(trained['norms']) or 'none'}, "
             f"and {self.engine.name} has classes for these alone ({classes}); any other norm would "
             f"be refused, dropped or left random there: train with head.norms of one of them, or "
-            f"{_KEEP}"
+            f"{KEEP}"
         )
 
     def _names(self, head: Head, loader: Loader) -> dict[str, str]:

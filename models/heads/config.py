@@ -16,6 +16,7 @@ _READ_BY = {
     "hidden_first": ("mtp", "eagle"),
     "recycle_raw": ("mtp", "eagle"),
     "mask_position_zero": ("mtp", "eagle"),
+    "own_lm_heads": ("medusa",),
 }
 """Settings that only some kinds read."""
 
@@ -99,6 +100,9 @@ class HeadConfig:
     """mtp, eagle: recycle the state before the output norm instead of after it (GLM)."""
     mask_position_zero: bool = False
     """mtp, eagle: the embedding is zeroed at position 0 of a text (MiMo)."""
+    own_lm_heads: bool = False
+    """medusa: each of its heads trains an lm_head [Vd, H] of its own, as published; else they read
+    the target's."""
     norms: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
 
