@@ -8,8 +8,8 @@
 The layer's output is drafted from and recycled as it is: there is no norm behind it. The embedding
 is zeroed at position 0. Embedding and lm_head are the target's and not repeated.
 `num_nextn_predict_layers` counts the modules; vLLM and SGLang run one. SGLang turns the rope by
-pairs, as the family does; vLLM (b250ac3) makes a Llama layer of the block, which turns it by
-halves, so that it drafts otherwise than the module was trained to.
+pairs, as the family does; vLLM (0.33.0) makes a Llama layer of the block, which turns it by halves,
+so that it drafts otherwise than the module was trained to.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class MedusaLayout:
     def _tensors(
         self, loaded: LoadedHead, head: MedusaHead, folder: Path
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state = {name: value.detach().float() for name, value in head.state_dict().items()}
+        state = {name: value.detach() for name, value in head.state_dict().items()}
         own, count = state.pop("lm_head", None), head.config.modules
         tensors = {self._foreign(name): value.contiguous() for name, value in state.items()}
         origin = dict.fromkeys(tensors, "trained")
@@ -208,7 +208,7 @@ class MedusaLayout:
             if next(head.parameters()).is_meta:
                 rows = torch.empty(vocabulary, size, device="meta")
             else:
-                rows = targets_own(folder, "lm_head.weight").float()
+                rows = targets_own(folder, "lm_head.weight")
             if self.token_map is not None and loaded.draft_ids is not None:
                 rows = rows[loaded.draft_ids.to(rows.device)]
             tensors |= {name: rows.clone() for name in names}
@@ -227,7 +227,8 @@ class MedusaLayout:
             for index in range(runs["modules"])
         ]
         one = found[0] if self.shared is None else tensors.get(self.shared, found[0])
-        rows = torch.stack([(one if value is None else value).float() for value in found])
+        held = [one if value is None else value for value in found]
+        rows = torch.stack([value.float() for value in held if value is not None])
         if self.token_map is None or ids is None:
             return rows
         given = tensors[self.token_map].to(torch.int64)

@@ -34,10 +34,9 @@ from ..heads.mtp import MTPHead
 from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
 from .merged import merge
-from .quantised import leave_plain
+from .quantised import dequantise, leave_plain
 from .written import NOTE
 
-_SCALE = "weight_scale_inv"
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -93,7 +92,7 @@ class MTPLayout:
         assert isinstance(head, MTPHead)
         first = self._first(head.target_config)
         tensors = {
-            self._foreign(name, first): value.detach().float().contiguous()
+            self._foreign(name, first): value.detach().contiguous()
             for name, value in spelt(skeleton(head.target_config), head.state_dict()).items()
         }
         origin, config = dict.fromkeys(tensors, "trained"), head.target_config
@@ -175,7 +174,7 @@ class MTPLayout:
                 self._compare(name, self.copies[rest], files, place)
             elif not rest.endswith("rotary_emb.inv_freq"):  # follows from the configuration
                 found[self._prefix(first + module) + rest] = _read(files, name)
-        _dequantise(found, raw)
+        dequantise(found, raw)
         self._take(folder, head, found, first)
         note.pop("layout", None)
         draft_ids = note.pop("draft_ids", None)
@@ -206,9 +205,9 @@ class MTPLayout:
                     else f"a norm {name}, which this head was trained without; an engine would "
                     "leave it uninitialised"
                 )
-                wanted = str(not on).lower()
                 raise ValueError(
-                    f"{title} has {told}: train with head.norms.{name}={wanted} or {remedy}"
+                    f"{title} has {told}: train with head.norms.{name}={str(not on).lower()} or "
+                    f"{remedy}"
                 )
         differing = changes(
             head.target_config.to_dict(), self.layer_as(head.target_config).to_dict()
@@ -221,6 +220,7 @@ class MTPLayout:
         wanted: dict[str, Any] = {
             "hidden_first": self.hidden_first,
             "recycle_raw": self.recycle_raw,
+            "projection_bias": False,
         }
         if self.mask_position_zero is not None:
             wanted["mask_position_zero"] = self.mask_position_zero
@@ -342,20 +342,6 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
         raise ValueError(f"no tensor {name!r} in {sorted({str(path) for path in files.values()})}")
     with safe_open(files[name], framework="pt") as file:
         return file.get_tensor(name)
-
-
-def _dequantise(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Float8 matrices with a scale for each block of rows and columns, as float32; the scales are
-    taken out."""
-    settings = config.get("quantization_config") or {}
-    rows, columns = settings.get("weight_block_size") or (128, 128)
-    for name in [name for name in tensors if name.endswith(_SCALE)]:
-        matrix = name.removesuffix("_scale_inv")
-        if matrix not in tensors:
-            continue  # told as unknown
-        weight, scale = tensors[matrix].float(), tensors.pop(name).float()
-        scale = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-        tensors[matrix] = weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 def _few(names: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""A target's `quantization_config`, with MTP modules that are not quantised in its checkpoint.
+"""Quantised targets: float8 matrices multiplied out, and a `quantization_config` with MTP modules
+that are not quantised in its checkpoint.
 
 An engine makes every linear map of such a checkpoint in the quantised form unless its name is on a
 list, and then reads plain weights as if they were codes. The lists, as vLLM, SGLang and
@@ -18,6 +19,8 @@ from __future__ import annotations
 import copy
 import re
 from typing import Any
+
+from torch import Tensor
 
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 
@@ -69,6 +72,20 @@ def leave_plain(
             settings[key] = list(before)
             _add(settings, key, spelt)
     return changed
+
+
+def dequantise(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Float8 matrices with a scale for each block of rows and columns, as float32; the scales are
+    taken out."""
+    settings = config.get("quantization_config") or {}
+    rows, columns = settings.get("weight_block_size") or (128, 128)
+    for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+        matrix = name.removesuffix("_scale_inv")
+        if matrix not in tensors:
+            continue  # told as unknown
+        weight, scale = tensors[matrix].float(), tensors.pop(name).float()
+        scale = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        tensors[matrix] = weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 def _add(settings: dict[str, Any], key: str, names: list[str]) -> None:
