@@ -11,7 +11,7 @@ from rich.table import Table
 from ..conf.schema import Config
 from ..models.attention import PackedContext
 from ..models.formats import layout as find_layout
-from ..models.formats.matrix import where
+from ..models.formats.runs import SHORT, named_layout, where
 from ..models.heads import LoadedHead, load_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
@@ -44,9 +44,15 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, dict
         different; layouts before it in the list are written.
     """
     settings, artifacts = config.export, Artifacts.of(config)
-    layouts = {name: find_layout(name) for name in settings.layouts}
+    for name in settings.layouts:
+        if name not in SHORT:
+            find_layout(name)
     folder = prepare_folder(config.target)
     loaded = load_head(artifacts.head_or(settings.head), fingerprint(folder))
+    layouts = {
+        name: find_layout(name)
+        for name in (named_layout(given, loaded) for given in settings.layouts)
+    }
     trunk = Trunk.load(folder, torch.float32)
     written: dict[str, tuple[Path, dict[str, str]]] = {}
     for name, (write, read) in layouts.items():
@@ -64,7 +70,8 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, dict
         written[name] = out, origins
         invocation.say(f"{name}: read back, logits differ by at most {difference:.3g}")
         invocation.say(f"{name}: {where(loaded, name)}")
-    if loaded.draft_ids is not None and loaded.head.lm_head is None:
+    held = {"vllm-medusa"}  # the ids, too
+    if loaded.draft_ids is not None and loaded.head.lm_head is None and set(layouts) - held:
         invocation.say(
             f"the head was trained on {len(loaded.draft_ids):,} draft ids; such a layout drafts "
             f"from all {loaded.head.target_config.vocab_size:,}, with the target's own lm_head"
@@ -89,11 +96,8 @@ def largest_difference(
         and not torch.equal(one.draft_ids, other.draft_ids)
     ):
         return float("inf")
-    generator, steps, rows = (
-        torch.Generator().manual_seed(0),
-        one.head.num_modules + 2,
-        sum(prompts),
-    )
+    generator, rows = torch.Generator().manual_seed(0), sum(prompts)
+    steps = one.head.max_steps or one.head.num_modules + 2
     tokens = torch.randint(trunk.vocab_size, (steps, rows), generator=generator)
     boundaries = sorted({*_read(one), *_read(other)})
     raw = {k: torch.randn(rows, trunk.hidden_size, generator=generator) for k in boundaries}
@@ -112,7 +116,7 @@ def largest_difference(
         ours, theirs = (
             trunk.logits(out.drafted)
             if loaded.head.lm_head is None
-            else out.drafted @ loaded.head.lm_head.T
+            else out.drafted @ loaded.head.lm_head.expand(steps, -1, -1)[step].T
             for loaded, out in zip((one, other), outs, strict=True)
         )
         worst = max(worst, float((ours - theirs).abs().max()))

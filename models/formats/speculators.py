@@ -27,7 +27,14 @@ from .vllm_eagle3 import CLASSES, IDS, all_or_none, with_flags, with_ids
 
 LIBRARY = "0.9.0"
 _CLASSES = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
-_TOP = ("draft_vocab_size", "norm_before_residual", "norm_output", IDS)
+_TOP = (
+    "draft_vocab_size",
+    "norm_before_residual",
+    "norm_output",
+    "norm_before_fc",
+    "fc_norm",
+    IDS,
+)
 _DRAFT_TOKENS = 3
 
 
@@ -100,8 +107,6 @@ def _configure(
             },
         },
         **top,
-        "norm_before_fc": False,
-        "fc_norm": False,
         "tie_word_embeddings": False,
         "torch_dtype": config["torch_dtype"],
         "transformer_layer_config": config,
