@@ -21,6 +21,7 @@ from ..kernels.tree_build import ABSENT, TreeTables, build_trees
 from .pages import KVPool
 from .sequence import Sequence
 from .tree import depths_of
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Batch:
             slots += [sequence.slot(place) for place in span]
             starts.append(len(tokens))
             lengths.append(span.stop)
-        buffer = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(device)
+        buffer = upload([tokens, positions, slots], device, torch.int64)
         trees = None if parents is None else BatchTrees.build(parents, buffer.device)
         sequences = [part[0] for part in parts]
         return cls(sequences, starts, buffer[0], buffer[1], buffer[2], lengths, trees)
@@ -89,7 +90,7 @@ class Batch:
             places += range(first, first + len(path))
             starts.append(len(rows))
             lengths.append(self.lengths[index] - size + len(path))
-        both = torch.tensor([rows, places], device=self.tokens.device)
+        both = upload([rows, places], self.tokens.device)
         chosen, slots = both[0], self.slots[both[1]]
         tokens, positions = self.tokens[chosen], self.positions[chosen]
         return Batch(self.sequences, starts, tokens, positions, slots, lengths), chosen
@@ -119,7 +120,7 @@ class Batch:
     @property
     def last_rows(self) -> Tensor:
         """[B] index of each sequence's last row."""
-        return torch.tensor(self.starts[1:], device=self.tokens.device) - 1
+        return upload(self.starts[1:], self.tokens.device) - 1
 
     @cached_property
     def reads(self) -> list[slice | Tensor]:
@@ -154,9 +155,9 @@ class Batch:
         device = self.tokens.device
         most = max(end - first for first, end in itertools.pairwise(self.starts))
         return PagedRows(
-            torch.tensor(self.starts, device=device),
-            torch.tensor(self.lengths, device=device),
-            torch.tensor(tables, dtype=torch.int32, device=device),
+            upload(self.starts, device),
+            upload(self.lengths, device),
+            upload(tables, device, torch.int32),
             size,
             most,
             max(self.lengths),

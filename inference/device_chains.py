@@ -12,6 +12,7 @@ from ..kernels.accept import draw_rows
 from .batch import Batch
 from .sampler import laws
 from .sequence import Sequence
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Draws:
             else sequence.uniforms(count) + sequence.uniforms(count + 1)
             for sequence in sequences
         ]
-        table = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+        table = upload(rows, device, torch.float64)
         self.drafts, self.verdict = table.split([count, count + 1], 1)
 
     def take(

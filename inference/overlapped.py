@@ -31,6 +31,7 @@ from .sampler import laws
 from .schedule import StepOutput, Synchronous
 from .scheduler import Plan
 from .sequence import Sequence
+from .upload import upload
 
 
 class Overlapped(Synchronous):
@@ -65,7 +66,7 @@ class Overlapped(Synchronous):
         again = drafter if count == 1 and isinstance(drafter, RerunDrafter) else None
         if again is not None:
             with self.metrics.timed("refill"):
-                last = torch.tensor(batch.starts[:-1], device=kept.device) + kept
+                last = upload(batch.starts[:-1], kept.device) + kept
                 again.rerun(batch, states, last, following)
         with self.metrics.timed("sample"):
             table = arrival()
@@ -153,7 +154,7 @@ def _verdict(
         kept = accept_greedy(chains.tokens, by_row[:, :-1])
         return kept, by_row.gather(1, kept[:, None])[:, 0], sound
     assert chains.law is not None
-    greedy = torch.tensor([sequence.params.greedy for sequence in sequences]).to(logits.device)
+    greedy = upload([sequence.params.greedy for sequence in sequences], logits.device)
     columns = None
     if chains.ids is not None:
         columns = chains.ids.new_full((logits.shape[1],), -1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.renormalise import renormalise
 from .config import SamplingParams
 from .processors import Row, row_logits
+from .upload import upload
 
 _Law = Callable[[Tensor, Rows[SamplingParams]], Tensor]
 
@@ -49,7 +50,7 @@ def laws(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
         return next(iter(groups))(logits, params)
     out = torch.empty_like(logits)
     for law, chosen in groups.items():
-        at = torch.tensor(chosen, device=logits.device)
+        at = upload(chosen, logits.device)
         out[at] = law(logits[at], [params[index] for index in chosen])
     return out
 
@@ -65,17 +66,15 @@ def _likeliest(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
 
 def _softmax(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
     if any(one.temperature != 1 for one in params):
-        temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float64)
-        logits = logits / temperatures.to(logits.device, logits.dtype)[:, None]
+        temperatures = upload([one.temperature for one in params], logits.device, torch.float64)
+        logits = logits / temperatures.to(logits.dtype)[:, None]
     return torch.softmax(logits, -1)
 
 
 def _truncated(logits: Tensor, params: Rows[SamplingParams]) -> Tensor:
-    settings = torch.tensor(
-        [(one.temperature, one.top_p, one.min_p) for one in params], dtype=torch.float64
-    )
-    temperature, top_p, min_p = settings.T.to(logits.device)
-    top_k = torch.tensor([one.top_k for one in params], device=logits.device)
+    rows = [(one.temperature, one.top_p, one.min_p) for one in params]
+    temperature, top_p, min_p = upload(rows, logits.device, torch.float64).T
+    top_k = upload([one.top_k for one in params], logits.device)
     return renormalise(logits, temperature, top_k, top_p, min_p)
 
 

@@ -1,0 +1,86 @@
+"""Two forms of one op side by side: seconds in turns in one process, memory each in its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...models.files import atomic_write_json
+
+Make = Callable[[str, int], Callable[[], Any]]
+"""(form, tokens) -> a call of that form."""
+LENGTHS = (1024, 2048, 4096)
+REPEATS = 3
+
+
+def seconds(make: Make, forms: tuple[str, ...], length: int) -> dict[str, float]:
+    """Median seconds of each form; they take turns, after one call each."""
+    calls = {form: make(form, length) for form in forms}
+    spent: dict[str, list[float]] = {form: [] for form in forms}
+    for turn in range(1 + REPEATS):
+        for form, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if turn:
+                spent[form].append(time.perf_counter() - began)
+    return {form: statistics.median(times) for form, times in spent.items()}
+
+
+def _growth(make: Make, form: str, length: int) -> float:
+    make(form, 64)()
+    call = make(form, length)
+    # What is resident now; ru_maxrss (KiB on Linux) may already be above it.
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident = pages * resource.getpagesize() / 2**20
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - resident
+
+
+def peak_mib(make: Make, form: str, length: int) -> float:
+    """Growth of the resident set over the first call on a long row, MiB, in a process of its
+    own."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        return pool.apply(_growth, (make, form, length))
+
+
+def compare(title: str, make: Make, ours: str, dense: tuple[str, ...], out: list[str]) -> int:
+    """Measure, print, and write JSON where a path is given.
+
+    Args:
+        ours: the form under test. dense: those that it is held against, the fastest of which the
+            ratio is of.
+    """
+    # Memory first: a process that is forked starts without what the timing leaves behind.
+    memory = {length: peak_mib(make, ours, length) for length in LENGTHS}
+    other = {form: peak_mib(make, form, LENGTHS[1]) for form in dense}
+    taken = seconds(make, (ours, *dense), LENGTHS[1])
+    threads = torch.get_num_threads()
+    print(f"{title}; {LENGTHS[1]} tokens, {threads} threads, torch {torch.__version__}")
+    for form in (ours, *dense):
+        place = memory[LENGTHS[1]] if form == ours else other[form]
+        print(f"  {form:<24}{1e3 * taken[form]:>9.1f} ms{place:>9.0f} MiB")
+    ratio = min(taken[form] for form in dense) / taken[ours]
+    grows = ", ".join(f"{length}: {value:.0f}" for length, value in memory.items())
+    print(f"  {ratio:.2f} times as fast as the faster of the others; MiB by tokens: {grows}")
+    if out:
+        report = {
+            "title": title,
+            "threads": threads,
+            "torch": torch.__version__,
+            "tokens": LENGTHS[1],
+            "seconds": taken,
+            "ratio": ratio,
+            "peak_mib": {ours: memory} | {form: {LENGTHS[1]: other[form]} for form in dense},
+        }
+        atomic_write_json(Path(out[0]), report)
+    sys.stdout.flush()
+    return 0
