@@ -16,6 +16,8 @@ from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
 from .engine import Engine
 from .metrics import EngineMetrics
+from .pass_times import PassTimes
+from .schedule import StepOutput
 from .sequence import Lead, Sequence
 from .tree_drafter import TreeHeadDrafter
 
@@ -78,6 +80,10 @@ class RunResult:
     steps: list[list[int]]
     """By sequence: how many tokens each step gave it, from its prefill on. All but the last of a
     step's are accepted drafts; the last is the target's own, or an accepted end token."""
+    drafts: list[list[list[int]]] = field(default_factory=list, repr=False)
+    """By sequence and step: what was proposed (of a tree, all nodes)."""
+    passes: PassTimes = field(default_factory=PassTimes, repr=False)
+    """Seconds of its decode-only steps."""
     differences: list[Difference] | None = None
     speedup: float | None = None
     trees: bool = False
@@ -134,6 +140,7 @@ class RunResult:
             "tokens_per_second": self.tokens_per_second,
             "speedup": self.speedup,
             "time": {**counts.seconds, "other": max(0.0, self.seconds - spent)},
+            "passes": self.passes.to_json(),
             "identical_to_plain": self.identical_to_plain,
             "near_ties": sum(difference.near_tie for difference in self.differences or []),
             "first_differences": [
@@ -178,19 +185,30 @@ def measure(
         )
         for index, (identity, ids) in enumerate(zip(prompts.ids, prompts.prompts, strict=True))
     ]
-    given: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    given: dict[Sequence, list[StepOutput]] = {sequence: [] for sequence in sequences}
+    passes, counts = PassTimes(), engine.metrics
     while not engine.scheduler.idle:
+        calls, before, began = counts.target_calls, dict(counts.seconds), time.perf_counter()
         outputs = engine.step()
         for output in outputs:
-            given[output.sequence].append(len(output.tokens))
+            given[output.sequence].append(output)
+        if counts.target_calls > calls:
+            spent = {"step": time.perf_counter() - began}
+            for name, total in counts.seconds.items():
+                if (more := total - before.get(name, 0.0)) > 0:
+                    spent[name] = more
+            rows = len(outputs) + sum(len(output.drafts) for output in outputs)
+            passes.add(len(outputs), rows, spent)
         if any(output.sequence.finished for output in outputs) and progress:
             progress(sum(sequence.finished for sequence in sequences), len(sequences))
     seconds = time.perf_counter() - start
     dtype = str(target.dtype).removeprefix("torch.")
     name = drafter.name if drafter else "none"
-    steps = list(given.values())
-    counts = engine.metrics
-    result = RunResult(name, prompts, params, config, dtype, sequences, counts, seconds, steps)
+    steps = [[len(output.tokens) for output in told] for told in given.values()]
+    drafts = [[output.drafts for output in told] for told in given.values()]
+    result = RunResult(
+        name, prompts, params, config, dtype, sequences, counts, seconds, steps, drafts, passes
+    )
     result.trees = isinstance(drafter, TreeHeadDrafter)
     if plain is not None:
         result.plain = plain

@@ -31,7 +31,7 @@ def comparison(
     """
     names = list(dict.fromkeys([*measurements, *(run for told in curves.values() for run in told)]))
     colours = dict(zip(names, _palette(len(names)), strict=True))
-    settings = list(dict.fromkeys(_setting(one) for told in measurements.values() for one in told))
+    settings = settings_of(measurements)
     drawn = {title: told for title, told in curves.items() if any(told.values())}
     wanted = [row for row in (settings, list(drawn)) if row]
     if not wanted:
@@ -50,6 +50,11 @@ def comparison(
     return finish(figure, "Runs side by side", legend=axes)
 
 
+def settings_of(measurements: Mapping[str, Sequence[dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    """What panels of bars there are: (role, temperature, dtype, batch, K) in order."""
+    return list(dict.fromkeys(setting_of(one) for told in measurements.values() for one in told))
+
+
 def _palette(count: int) -> list[str]:
     """A colour for each run, told apart as long as that is possible."""
     if count <= len(_COLOURS):
@@ -57,7 +62,8 @@ def _palette(count: int) -> list[str]:
     return [to_hex(colormaps["turbo"](place / (count - 1))) for place in range(count)]
 
 
-def _setting(one: dict[str, Any]) -> tuple[Any, ...]:
+def setting_of(one: dict[str, Any]) -> tuple[Any, ...]:
+    """That of one measurement."""
     names = ("role", "temperature", "dtype", "batch", "draft_tokens")
     return tuple(one[name] for name in names)
 
@@ -69,7 +75,7 @@ def _bars(
     colours: Mapping[str, str],
 ) -> None:
     here = {
-        name: {one["prompts"]: one for one in told if _setting(one) == setting}
+        name: {one["prompts"]: one for one in told if setting_of(one) == setting}
         for name, told in measurements.items()
     }
     here = {name: told for name, told in here.items() if told}

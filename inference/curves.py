@@ -61,11 +61,11 @@ def training_curves(metrics: Sequence[dict[str, Any]]) -> Curves:
     return curves
 
 
-def draw(curves: Curves, name: str) -> Figure | None:
-    """One panel as a figure; None where it has no points."""
+def draw(curves: Curves, name: str, *, width: float = 6.4) -> Figure | None:
+    """One panel as a figure, inches wide; None where it has no points."""
     if not curves[name]:
         return None
-    figure, axes = panels(1, 1, height=3.2, width=6.4)
+    figure, axes = panels(1, 1, height=3.2 if width > 5 else 2.5, width=width)
     _plot(axes[0][0], curves[name], _PANELS[name])
     return finish(figure, _PANELS[name].title, legend=axes)
 

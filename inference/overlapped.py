@@ -133,7 +133,7 @@ class Overlapped(Synchronous):
             sequence.num_computed += kept + 1
             sequence.tokens_per_step.append(len(emitted))
             self.metrics.record(context, len(drafts), kept, len(emitted), len(emitted) <= kept)
-            outputs.append(StepOutput(sequence, emitted))
+            outputs.append(StepOutput(sequence, emitted, drafts))
         return outputs
 
 

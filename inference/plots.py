@@ -29,6 +29,7 @@ ACTIVITIES = {
     "sample": "#b03a5b",
     "other": "#c3c8cf",
 }
+_WIDTH = 3.5  # inches of one panel
 INK, FAINT = "#1d2330", "#e4e7eb"
 _QUALIFIERS = (("temperature", "T="), ("draft_tokens", "K="), ("dtype", ""), ("batch", "batch "))
 
@@ -86,14 +87,14 @@ def colour(drafter: str, drafters: Sequence[str]) -> str:
     return OTHERS[unknown.index(drafter) % len(OTHERS)]
 
 
-def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
+def acceptance_per_position(runs: Sequence[Run], *, width: float = _WIDTH) -> Figure | None:
     """Unconditional (top) and conditional (bottom) acceptance at each draft position, one column
     per prompt set."""
     drafted = [run for run in runs if run["num_drafts"]]
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = panels(2, len(groups), height=2.5)
+    figure, axes = panels(2, len(groups), height=2.5, width=width)
     for column, (prompts, members) in enumerate(groups.items()):
         for row, values in enumerate((unconditional, conditional)):
             axis = axes[row][column]
@@ -109,14 +110,14 @@ def acceptance_per_position(runs: Sequence[Run]) -> Figure | None:
     return finish(figure, "Acceptance per position", legend=axes)
 
 
-def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
+def tokens_per_step(runs: Sequence[Run], *, width: float = _WIDTH) -> Figure | None:
     """How many tokens a step of one sequence emitted (drafts accepted + 1), as a share of its
     steps."""
     drafted = [run for run in runs if run["num_drafts"] and sum(run["tokens_per_step_histogram"])]
     if not drafted:
         return None
     groups = by_prompts(drafted)
-    figure, axes = panels(1, len(groups), height=2.9)
+    figure, axes = panels(1, len(groups), height=2.9, width=width)
 
     def shares(run: Run) -> list[float]:
         counts = run["tokens_per_step_histogram"]
@@ -133,14 +134,14 @@ def tokens_per_step(runs: Sequence[Run]) -> Figure | None:
     return finish(figure, "Tokens per step", legend=axes)
 
 
-def speed(runs: Sequence[Run]) -> Figure | None:
+def speed(runs: Sequence[Run], *, width: float = _WIDTH) -> Figure | None:
     """Tokens per second as bars, with the speed-up over plain decoding of the same engine written
     beside."""
     if not runs:
         return None
     groups = by_prompts(runs)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = panels(1, len(groups), height=0.9 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=0.9 + 0.42 * tallest, width=width)
     drafters = [str(run["drafter"]) for run in runs]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -171,14 +172,14 @@ def speed(runs: Sequence[Run]) -> Figure | None:
     return finish(figure, "Speed")
 
 
-def time_split(runs: Sequence[Run]) -> Figure | None:
+def time_split(runs: Sequence[Run], *, width: float = _WIDTH) -> Figure | None:
     """Where a generated token's milliseconds go, one bar per run."""
     timed = [run for run in runs if run.get("time") and run["tokens"]]
     if not timed:
         return None
     groups = by_prompts(timed)
     tallest = max(len(members) for members in groups.values())
-    figure, axes = panels(1, len(groups), height=1.1 + 0.42 * tallest)
+    figure, axes = panels(1, len(groups), height=1.1 + 0.42 * tallest, width=width)
     parts = [part for part in ACTIVITIES if any(run["time"].get(part) for run in timed)]
     for column, (prompts, members) in enumerate(groups.items()):
         axis = axes[0][column]
@@ -209,12 +210,10 @@ def _row_names(axis: Axes, members: Sequence[Run], tallest: int) -> None:
 
 
 def panels(
-    rows: int, columns: int, *, height: float, width: float = 3.5
+    rows: int, columns: int, *, height: float, width: float = _WIDTH
 ) -> tuple[Figure, list[list[Axes]]]:
     """An empty figure and its axes, [rows][columns]; inches of one panel."""
-    figure = Figure(
-        figsize=(max(width * columns, 5.0), height * rows + 0.9), dpi=150, layout="constrained"
-    )
+    figure = Figure(figsize=(width * columns, height * rows + 0.9), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=False)
     for axis in axes.flat:

@@ -2,28 +2,27 @@
 
 `report.json` holds the report as it was measured and nothing else; every other file is derived from
 it and from the metric rows of the training run. Each number is printed with its definition
-(`DEFINITIONS`). The HTML file carries its figures inside and loads nothing.
+(`DEFINITIONS`). The HTML file carries its figures inside, as SVG, and loads nothing.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from ..models.files import atomic_write_bytes, atomic_write_json, atomic_write_text
-from . import plots
+from . import breakdowns, page, plots
 from .curves import draw, training_curves
-from .tables import cell, counts, differences, table, verdicts
+from .tables import cell, comparable, counts, differences, main_runs, setting, table, verdicts
 
 Run = dict[str, Any]
 
-SECTIONS = ("target", "head", "draft_lm", "data", "settings")
+SECTIONS = ("target", "head", "draft_lm", "data", "settings", "provenance")
 """What a report says about itself beside its runs, in reading order."""
 
 DEFINITIONS = {
@@ -47,6 +46,11 @@ DEFINITIONS = {
     "conditional": (
         "accepted_per_position[i] / accepted_per_position[i-1]: the share accepted at position "
         "i among the drafts accepted up to the position before."
+    ),
+    "by context, by temperature": (
+        "tokens per target call of all prompt sets together (in brackets the target calls it is "
+        "the mean of), by the tokens that stood before the step, or by temperature; the runs of "
+        "the first dtype and batch."
     ),
     "tokens/s": "generated tokens of all answers / wall seconds, prefill included.",
     "speed-up": (
@@ -106,7 +110,7 @@ def render(
     written.append(out / "report.md")
     atomic_write_text(written[-1], to_markdown(report, list(images)))
     written.append(out / "report.html")
-    atomic_write_text(written[-1], to_html(report, images))
+    atomic_write_text(written[-1], to_html(report, metrics))
     return written
 
 
@@ -129,6 +133,13 @@ def to_markdown(report: dict[str, Any], images: Sequence[str]) -> str:
     blocks = ["# Acceptance report", "\n".join(f"- {line}" for line in verdicts(report["runs"]))]
     blocks.append(markdown_table(*table(report["runs"])))
     blocks += [f"![{name.replace('_', ' ')}]({name}.png)" for name in images]
+    main = main_runs(report["runs"])
+    for title, found in (
+        ("By context", breakdowns.by_context(main)),
+        ("By temperature", breakdowns.by_temperature(main)),
+    ):
+        if found:
+            blocks += [f"## {title}", markdown_table(*breakdowns.table(found))]
     blocks += ["## Counts and seconds", markdown_table(*counts(report["runs"]))]
     header, rows = differences(report["runs"])
     if rows:
@@ -144,36 +155,124 @@ def to_markdown(report: dict[str, Any], images: Sequence[str]) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def to_html(report: dict[str, Any], images: dict[str, bytes]) -> str:
+def to_html(report: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> str:
     """The report as one HTML file that needs nothing beside it and reads well on a narrow
     screen."""
-    runs = report["runs"]
-    body = ["<h1>Acceptance report</h1>"]
-    body.append(
-        "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in verdicts(runs)) + "</ul>"
-    )
-    body.append(_html_table(*table(runs)))
-    for name, data in images.items():
-        source = base64.b64encode(data).decode("ascii")
-        title = html.escape(name.replace("_", " "))
-        width = int.from_bytes(data[16:20], "big")  # of the PNG's header, in pixels
-        kind = ' class="panels"' if width > 1000 else ""
-        body.append(
-            f'<figure><img{kind} alt="{title}" src="data:image/png;base64,{source}"></figure>'
-        )
-    body += ["<h2>Counts and seconds</h2>", _html_table(*counts(runs))]
+    runs: list[Run] = report["runs"]
+    blocks = [page.sentences(verdicts(runs)), page.table(*table(runs))]
+    main = main_runs(runs)
+    groups = comparable(main)
+    for title, panel in _PANELS.items():
+        drawn = [(setting(group[0], runs), panel(group)) for group in groups]
+        shown = [(f"{title}: {told}", _bare(one, told)) for told, one in drawn if one is not None]
+        if shown:
+            blocks += [page.heading(title), page.panels(shown)]
+    blocks += _broken_down(main)
+    blocks += _drafted(runs)
+    curves = training_curves(metrics)
+    drawn = [(name, draw(curves, name, width=page.PANEL)) for name in _CURVES]
+    shown = [(f"{name} over training", _bare(one, name)) for name, one in drawn if one is not None]
+    if shown:
+        blocks += [page.heading("Training"), page.panels(shown)]
+    blocks += [page.heading("Counts and seconds"), page.table(*counts(runs))]
     header, rows = differences(runs)
     if rows:
-        body += ["<h2>First differences from plain decoding</h2>", _html_table(header, rows)]
-    terms = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
-        for name, text in DEFINITIONS.items()
-    )
-    body += ["<h2>Definitions</h2>", f"<dl>{terms}</dl>", "<h2>What was measured</h2>"]
+        blocks += [page.heading("First differences from plain decoding"), page.table(header, rows)]
+    blocks += [page.heading("Definitions"), page.definitions(DEFINITIONS)]
+    blocks.append(page.heading("What was measured"))
     for section in SECTIONS:
         if report.get(section):
-            body.append(_html_table([section, "value"], _flatten(report[section])))
-    return _PAGE.replace("{body}", "\n".join(body))
+            told = page.table([section, "value"], _flatten(report[section]))
+            blocks.append(page.folded(section, told))
+    return page.page("Acceptance report", blocks)
+
+
+_CURVES = ("loss", "agreement", "acceptance")
+_PANELS: dict[str, Callable[[list[Run]], Figure | None]] = {
+    "Speed": lambda runs: plots.speed(runs, width=page.PANEL),
+    "Acceptance per position": lambda runs: plots.acceptance_per_position(runs, width=page.PANEL),
+    "Tokens per step": lambda runs: plots.tokens_per_step(runs, width=page.PANEL),
+    "Where the time goes": lambda runs: plots.time_split(runs, width=page.PANEL),
+}
+"""Figures of one prompt set at one temperature."""
+
+
+def _bare(figure: Figure, title: str) -> Figure:
+    """A figure that says its setting in place of its title, which stands above it on the page."""
+    figure.suptitle("")
+    figure.axes[0].set_title(title, fontsize=10)
+    return figure
+
+
+def _broken_down(runs: Sequence[Run]) -> list[str]:
+    """Tokens per target call by context, at each temperature, and by temperature."""
+    warmths = dict.fromkeys(run["temperature"] for run in runs)
+    contexts = {
+        f"all prompts, temperature {cell(warmth)}": breakdowns.by_context(
+            [run for run in runs if run["temperature"] == warmth]
+        )
+        for warmth in warmths
+    }
+    told = {
+        "By context": ("tokens before the step", contexts, breakdowns.by_context(runs)),
+        "By temperature": (
+            "temperature",
+            {"all prompts": breakdowns.by_temperature(runs)},
+            breakdowns.by_temperature(runs),
+        ),
+    }
+    blocks = []
+    for title, (xlabel, parts, whole) in told.items():
+        shown = []
+        for told_of, found in parts.items():
+            figure = breakdowns.draw(found, title, xlabel, width=page.PANEL)
+            if figure is not None and len(breakdowns.places(whole)) > 1:
+                shown.append((f"{title}: {told_of}", _bare(figure, told_of)))
+        if whole:
+            blocks += [page.heading(title), page.panels(shown) if shown else ""]
+            blocks.append(page.table(*breakdowns.table(whole)))
+    return blocks
+
+
+def _drafted(runs: Sequence[Run]) -> list[str]:
+    """Answers with their drafts: kept, lost, and what the target said."""
+    shown = [(run, text) for run in runs for text in run.get("texts") or ()]
+    if not shown:
+        return []
+    blocks = [
+        page.heading("Drafted text"),
+        '<p class="note"><span class="kept">accepted drafts</span> are underlined, '
+        '<span class="lost">[<s>rejected ones</s>]</span> struck through in brackets before the '
+        'token that the target put in their place; the <span class="bonus">bonus token</span> '
+        "behind a wholly accepted draft has a dotted line; plain text was not drafted.</p>",
+    ]
+    named = {id(run): label for run, label in zip(runs, plots.labels(runs), strict=True)}
+    for place, (run, text) in enumerate(shown):
+        title = f"{named[id(run)]}, {text['prompts']}, {text['id']}"
+        prompt = f'<p class="note drafted">{html.escape(text["prompt"])}</p>'
+        answer = "".join(_round(one) for one in text["rounds"])
+        block = f'{prompt}<p class="drafted">{answer}</p>'
+        folded = page.folded(title, block)
+        first = place == _first_head(shown)
+        blocks.append(folded.replace("<details>", "<details open>") if first else folded)
+    return blocks
+
+
+def _first_head(shown: Sequence[tuple[Run, Any]]) -> int:
+    """Which text is open at first: the longest drafts of a trained drafter."""
+    ranked = [(run["drafter"] != "ngram", run["draft_tokens"]) for run, _ in shown]
+    return ranked.index(max(ranked))
+
+
+def _round(one: dict[str, str]) -> str:
+    accepted, target, rejected = (
+        html.escape(one[name]) for name in ("accepted", "target", "rejected")
+    )
+    words = f'<span class="kept">{accepted}</span>' if accepted else ""
+    if rejected:
+        lost = rejected.replace("\n", "↵")
+        return f'{words}<span class="lost">[<s>{lost}</s>]</span>{target}'
+    return words + (f'<span class="bonus">{target}</span>' if words and target else target)
 
 
 def _finite(value: Any) -> Any:
@@ -205,39 +304,3 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
         )
 
     return "\n".join([line(header), "|" + " --- |" * len(header), *map(line, rows)])
-
-
-def _html_table(header: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    rows_of = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
-    return f'<div class="wide"><table>{rows_of}</table></div>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Acceptance report</title>
-<style>
-:root { color-scheme: light; }
-body { margin: 0 auto; max-width: 64rem; padding: 1rem; color: #1d2330; background: #fff; }
-body { font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-.wide { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid #e4e7eb; text-align: left; }
-th { background: #f5f6f8; } td { vertical-align: top; white-space: nowrap; }
-figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; height: auto; }
-@media (max-width: 45rem) { img.panels { max-width: none; width: 48rem; } }
-dt { font-weight: 600; margin-top: .6rem; } dd { margin: 0; }
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""

@@ -13,7 +13,7 @@ path are moved to slots n … n+a before the refill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,6 +39,8 @@ class StepOutput:
 
     sequence: Sequence
     tokens: list[int]
+    drafts: list[int] = field(default_factory=list)
+    """What was proposed, of a tree all nodes; empty where nothing was."""
 
 
 class Schedule(Protocol):
@@ -161,7 +163,7 @@ class Synchronous:
             parents = proposals[index].parents
             depth = len(drafts) if parents is None else max(depths_of(parents), default=0)
             self.metrics.record(context, len(drafts), len(kept), len(emitted), cut, depth)
-            outputs.append(StepOutput(sequence, emitted))
+            outputs.append(StepOutput(sequence, emitted, drafts))
         if self.drafter and not all(sequence.finished for sequence in sequences):
             with self.metrics.timed("refill"):
                 true_rows, chosen = batch.keep(paths)

@@ -18,7 +18,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         drafted = [run for run in group if run["drafter"] != "none"]
         if not drafted:
             continue
-        setting = _setting(group[0], runs)
+        told = setting(group[0], runs)
         named = {id(run): label for run, label in zip(group, plots.labels(group), strict=True)}
         # Equal to two digits is no victory of a baseline.
         best = max(
@@ -31,7 +31,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
             + (f" ({run['speedup']:.2f}× plain)" if run.get("speedup") is not None else "")
             for run in sorted(drafted, key=lambda run: -run["tokens_per_target_call"])
         ]
-        sentence = f"{setting}: {'; '.join(parts)}."
+        sentence = f"{told}: {'; '.join(parts)}."
         rivals = [run for run in drafted if run["drafter"] != "ngram"]
         if best["drafter"] == "ngram" and rivals:
             rival = max(rivals, key=lambda run: run["tokens_per_target_call"])
@@ -61,6 +61,16 @@ def comparable(runs: Sequence[Run]) -> list[list[Run]]:
         key = tuple(run.get(name) for name in ("prompts", "temperature", "dtype", "batch"))
         groups.setdefault(key, []).append(run)
     return list(groups.values())
+
+
+def main_runs(runs: Sequence[Run]) -> list[Run]:
+    """Those in the dtype and batch that a report leads with; a proof in another dtype, which its
+    tables hold, is left out."""
+    return [
+        run
+        for run in runs
+        if all(run.get(name) == runs[0].get(name) for name in ("dtype", "batch"))
+    ]
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
@@ -166,7 +176,8 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return ["prompts", "run", "prompt", "token", "gap (logits)", "bound (logits)", "judged"], rows
 
 
-def _setting(run: Run, runs: Sequence[Run]) -> str:
+def setting(run: Run, runs: Sequence[Run]) -> str:
+    """A run's prompts, and those settings in which the runs of the report differ."""
     parts = [str(run["prompts"])]
     for key, prefix in (("temperature", "temperature "), ("dtype", ""), ("batch", "batch ")):
         if len({str(other.get(key)) for other in runs}) > 1:

@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..conf.schema import Config
+from ..inference import page
 from ..inference.bootstrap import Interval
-from ..inference.comparison_plot import comparison
+from ..inference.comparison_plot import comparison, setting_of, settings_of
 from ..inference.plots import png
 from ..inference.report import markdown_table
 from ..inference.tables import cell
@@ -21,6 +22,7 @@ from ..models.files import atomic_write_bytes, atomic_write_json, atomic_write_t
 from ..models.provenance import write_provenance
 from .acceptance import TRAINED
 from .app import Invocation, Verb
+from .compare_verdicts import verdicts
 from .run_groups import grouped
 from .run_record import Measurement, RunRecord, differing, find_runs
 
@@ -35,7 +37,11 @@ DEFINITIONS = {
     ),
     "less the first run": (
         "difference in tok/call from the first run on the same prompts, with its paired 95 % "
-        "interval; * where that leaves zero out."
+        "interval; * where that leaves zero out, else the difference is within noise."
+    ),
+    "verdicts": (
+        "the same over all prompt sets together, of the prompts that both runs have; the interval "
+        "is over prompts, and says nothing of other seeds in training."
     ),
     "training tok/s": "tokens of all ranks / seconds, without validation and checkpoints.",
     "head bytes": "size of head.safetensors (float32).",
@@ -67,6 +73,8 @@ def run(config: Config, invocation: Invocation) -> None:
     write_provenance(out, invocation.resolved)
     for title, header, rows in tables(compared):
         invocation.console.print(_shown(title, header, rows))
+    for line in compared["verdicts"]:
+        invocation.say(f"- {escape(line)}")
     _say_what_lacks(compared, invocation)
     invocation.wrote(**{path.suffix[1:]: path for path in written})
 
@@ -86,6 +94,7 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Any]:
             }
             for name, record in zip(names(records), records, strict=True)
         ],
+        "verdicts": verdicts(names(records), records),
         "definitions": DEFINITIONS,
     }
 
@@ -185,7 +194,7 @@ def _measured(name: str, one: Measurement) -> list[str]:
     if one["difference"]:
         change = Interval(**one["difference"])
         less = f"{change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
-        less += "" if change.holds_zero else " *"
+        less += " within noise" if change.holds_zero else " *"
     return [
         one["prompts"],
         cell(one["temperature"]),
@@ -202,28 +211,27 @@ def _measured(name: str, one: Measurement) -> list[str]:
 
 
 def write(compared: dict[str, Any], records: Sequence[RunRecord], out: Path) -> list[Path]:
-    """compare.json, compare.md and, where there is something to draw, compare.png."""
+    """compare.json, compare.md, compare.html and, where there is something to draw,
+    compare.png."""
     told = [
         run["name"] if label == run["name"] else f"{label}: {run['name']}"
         for label, run in zip(_labels(compared), compared["runs"], strict=True)
     ]
-    figure = comparison(
-        {
-            name: [one for one in run["measurements"] if one["role"] in TRAINED]
-            for name, run in zip(told, compared["runs"], strict=True)
-        },
-        {
-            title: {
-                name: record.curve(kind, key) for name, record in zip(told, records, strict=True)
-            }
-            for title, kind, key in (
-                ("training loss (nats)", "train", "loss"),
-                ("held-out loss (nats)", "validation", "loss"),
-                ("held-out agreement, draft 1", "validation", "agreement"),
-            )
-        },
-    )
+    measurements = {
+        name: [one for one in run["measurements"] if one["role"] in TRAINED]
+        for name, run in zip(told, compared["runs"], strict=True)
+    }
+    curves = {
+        title: {name: record.curve(kind, key) for name, record in zip(told, records, strict=True)}
+        for title, kind, key in (
+            ("training loss (nats)", "train", "loss"),
+            ("held-out loss (nats)", "validation", "loss"),
+            ("held-out agreement, draft 1", "validation", "agreement"),
+        )
+    }
+    figure = comparison(measurements, curves)
     blocks = ["# Runs side by side"]
+    blocks += [f"- {line}" for line in compared["verdicts"]]
     for group in compared["groups"]:
         blocks.append(f"- {group['told']}")
     if figure is not None:
@@ -232,13 +240,43 @@ def write(compared: dict[str, Any], records: Sequence[RunRecord], out: Path) -> 
         blocks += [f"## {title}", markdown_table(header, rows)]
     blocks += ["## Definitions"]
     blocks.append("\n".join(f"- **{name}**: {text}" for name, text in DEFINITIONS.items()))
-    written = [out / "compare.json", out / "compare.md"]
+    written = [out / "compare.json", out / "compare.md", out / "compare.html"]
     atomic_write_json(written[0], compared)
     atomic_write_text(written[1], "\n\n".join(blocks) + "\n")
+    atomic_write_text(written[2], to_html(compared, measurements, curves))
     if figure is not None:
         written.append(out / "compare.png")
-        atomic_write_bytes(written[2], png(figure))
+        atomic_write_bytes(written[3], png(figure))
     return written
+
+
+def to_html(
+    compared: dict[str, Any],
+    measurements: dict[str, list[Measurement]],
+    curves: dict[str, dict[str, list[tuple[float, float]]]],
+) -> str:
+    """All of it as one file that loads nothing; every panel is a figure of its own."""
+    figures = [
+        comparison(
+            {
+                name: [one for one in told if setting_of(one) == setting]
+                for name, told in measurements.items()
+            },
+            {},
+        )
+        for setting in settings_of(measurements)
+    ]
+    figures += [comparison({}, {title: told}) for title, told in curves.items()]
+    drawn = [one for one in figures if one is not None]
+    for one in drawn:
+        one.suptitle("")
+    shown = [(one.axes[0].get_title(), one) for one in drawn]
+    groups = [group["told"] for group in compared["groups"]]
+    blocks = [page.sentences([*groups, *compared["verdicts"]]), page.panels(shown)]
+    for title, header, rows in tables(compared):
+        blocks += [page.heading(title), page.table(header, rows)]
+    blocks += [page.heading("Definitions"), page.definitions(DEFINITIONS)]
+    return page.page("Runs side by side", blocks)
 
 
 def _say_what_lacks(compared: dict[str, Any], invocation: Invocation) -> None:
@@ -279,11 +317,14 @@ def _shown(title: str, header: list[str], rows: list[list[str]]) -> Table:
 VERB = Verb(
     name="compare",
     task=run,
-    reads="work folders of runs: train/metrics.jsonl, train/provenance.json, report.json",
-    writes="compare.json, compare.md, compare.png and provenance.json in compare.out",
+    reads=(
+        "work folders of runs (train/metrics.jsonl, train/provenance.json, report.json), or reports"
+    ),
+    writes="compare.json, compare.md, compare.html, compare.png and provenance.json in compare.out",
     sections=("work", "compare"),
     examples=(
         "draftsmith compare work/norms-true work/norms-false",
+        "draftsmith compare work/a/report.json kept/other.json",
         "draftsmith compare 'runs=work/sweep-*' compare.group=[head.norms] compare.by=loss",
     ),
     kept="each file is written whole or not at all; run the command again",

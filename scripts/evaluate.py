@@ -15,16 +15,18 @@ from ..conf.schema import Config
 from ..data.cache_index import MANIFEST, read_manifest
 from ..data.rows import Rows
 from ..data.store import Store
+from ..inference import breakdowns
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
 from ..inference.draft_lm import DraftLM
+from ..inference.drafted_text import drafted_texts
 from ..inference.parallel import Load, joined
 from ..inference.plots import unconditional
 from ..inference.report import render
-from ..inference.tables import verdicts
+from ..inference.tables import main_runs, verdicts
 from ..models.files import content_hash, read_json, sha256_file
 from ..models.heads import LoadedHead, load_head
-from ..models.provenance import write_provenance
+from ..models.provenance import provenance, write_provenance
 from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
 from .acceptance import (
@@ -40,6 +42,8 @@ from .acceptance import (
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
+
+_SHOWN = 1  # answers of each run whose text is kept, step by step
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -88,6 +92,11 @@ def evaluate(
         **about,
         "data": _about_data(artifacts),
         "settings": {**_settings(config), "threads": torch.get_num_threads()},
+        "provenance": {
+            name: value
+            for name, value in provenance(invocation.resolved).items()
+            if name != "config"
+        },
         "key": key(config),
         "runs": runs,
     }
@@ -122,7 +131,13 @@ def _pass(
                 seed=settings.seed,
                 verification=settings.verification if temperature else "rejection",
             )
-            runs += _measured(target, loaded, lm, drafters, prompts, params, config, invocation)
+            measured = _measured(target, loaded, lm, drafters, prompts, params, config, invocation)
+            for result in measured:
+                entry = result.to_json()
+                if result.drafter != "none":
+                    texts = drafted_texts(result, tokenizer, _SHOWN)
+                    entry["texts"] = [text.to_json() for text in texts]
+                runs.append(entry)
     return runs, target, loaded
 
 
@@ -195,6 +210,17 @@ def show(report: dict[str, Any], invocation: Invocation) -> None:
         "up to there; = plain: "
         "greedy output equal to plain decoding, near ties aside[/]"
     )
+    main = main_runs(report["runs"])
+    for title, found in (
+        ("tok/call by context", breakdowns.by_context(main)),
+        ("tok/call by temperature", breakdowns.by_temperature(main)),
+    ):
+        if len(breakdowns.places(found)) > 1:
+            header, rows = breakdowns.table(found)
+            shown = Table(*header, title=title, title_justify="left", box=None, pad_edge=False)
+            for row in rows:
+                shown.add_row(*row)
+            invocation.console.print(shown)
     for line in verdicts(report["runs"]):
         invocation.say(f"- {line}")
 
@@ -222,11 +248,11 @@ def _measured(
     params: SamplingParams,
     config: Config,
     invocation: Invocation,
-) -> list[dict[str, Any]]:
+) -> list[RunResult]:
     """Every drafter on one prompt set, plain decoding first, since the others are compared with
     it."""
     plain: RunResult | None = None
-    entries = []
+    results = []
     swept = config.evaluate.draft_tokens or (config.engine.draft_tokens,)
     chains = [
         (drafting, count)
@@ -245,14 +271,14 @@ def _measured(
         with progress(invocation.console, what, "prompts") as report:
             result = measure(target, drafting, prompts, engine, params, plain, report)
         plain = plain or result
-        entries.append(result.to_json())
+        results.append(result)
         counts = result.metrics
         invocation.say(
             f"{what}: {counts.tokens_per_target_call:.3f} tokens per target call, "
             f"{result.tokens_per_second:.1f} tokens/s"
             + (f" ({result.speedup:.2f}×)" if name != "none" and result.speedup else "")
         )
-    return entries
+    return results
 
 
 def _needs_head(config: Config) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..conf.schema import Config
 from ..inference.acceptance import PromptSet, RunResult, measure
 from ..inference.config import SamplingParams
+from ..inference.drafted_text import drafted_texts
 from ..inference.metrics import EngineMetrics
 from ..models.files import content_hash
 from ..models.heads import Head
@@ -21,7 +22,6 @@ from ..train.ranks import Meeting, rank, world_size
 from .acceptance import head_drafter, prompt_set
 
 _SHOWN = 2  # prompts of each set whose answers are kept
-_LONGEST = 300  # characters of a prompt that are kept of it, its end
 ACCEPTED = ("\u27e6", "\u27e7")
 """Put around accepted draft tokens in a kept answer."""
 
@@ -176,31 +176,12 @@ class LiveAcceptance:
 def shown(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
     """The first answers of a run as text, accepted draft tokens between `ACCEPTED`."""
     found = []
-    for sequence, steps in list(zip(result.sequences, result.steps, strict=True))[:_SHOWN]:
-        prompt = _text(tokenizer, sequence.tokens[: sequence.num_prompt])
-        if len(prompt) > _LONGEST:
-            prompt = f"…{prompt[-_LONGEST:]}"
-        answer, marked, end = "", "", 0
-        for emitted in steps:
-            # All but the last token of a step are drafts. A token may be half a letter, which is
-            # shown with the token that completes it.
-            for size, marks in ((emitted - 1, ACCEPTED), (1, ("", ""))):
-                end += size
-                text = _text(tokenizer, sequence.output[:end]).rstrip("\ufffd")
-                piece, answer = text[len(answer) :], text
-                marked += f"{marks[0]}{piece}{marks[1]}" if piece else ""
+    for text in drafted_texts(result, tokenizer, _SHOWN):
+        marked = "".join(
+            (f"{ACCEPTED[0]}{one.accepted}{ACCEPTED[1]}" if one.accepted else "") + one.target
+            for one in text.rounds
+        )
         found.append(
-            {
-                "prompts": result.prompts.name,
-                "id": sequence.id,
-                "prompt": prompt,
-                "answer": marked,
-            }
+            {"prompts": text.prompts, "id": text.id, "prompt": text.prompt, "answer": marked}
         )
     return found
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text

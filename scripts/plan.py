@@ -14,7 +14,9 @@ import torch
 from ..conf.schema import Config
 from ..data.rows import Rows
 from ..data.store import Store
-from ..models.files import atomic_write_json, read_json
+from ..inference.payoff_plot import draw
+from ..inference.plots import png
+from ..models.files import atomic_write_bytes, atomic_write_json
 from ..models.heads import HeadConfig, head_class, training_boundaries
 from ..models.latent import latent_width
 from ..models.shape import TargetShape
@@ -25,7 +27,9 @@ from ..train.forecast import CARDS, CPU_MFU, GB, Memory
 from ..train.trace import Step, trace_step
 from .app import Invocation, Verb
 from .artifacts import Artifacts
-from .plan_page import tables
+from .plan_measured import beside
+from .plan_page import pays, tables
+from .plan_payoff import Drafting, drafting, find_report
 
 _SHAREGPT = 25_233_764  # tokens, docs/results.md
 _LAYER_TOKENS = 256
@@ -33,9 +37,10 @@ _LAYER_TOKENS = 256
 
 @dataclass(frozen=True)
 class Device:
-    """One device as the forecast takes it: bytes, operations a second, share of them that is
-    reached, and in words where these come from."""
+    """One device as the forecast takes it: `cpu`, `cuda` or a key of `CARDS`; bytes, operations a
+    second, share of them that is reached, and in words where these come from."""
 
+    key: str
     name: str
     gpu: bool
     memory: float
@@ -52,6 +57,7 @@ class Forecast:
         memory: by command; `validate` where the engine runs in training. budget: bytes that a rank
             may hold. disk: bytes by what. seconds: by command. facts: sizes and assumptions.
         too_much: commands whose memory passes the budget. remedies: settings that would fit.
+        drafting: when drafting pays; None without a report.
     """
 
     device: Device
@@ -63,6 +69,7 @@ class Forecast:
     facts: dict[str, Any]
     too_much: tuple[str, ...]
     remedies: tuple[str, ...]
+    drafting: Drafting | None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -70,26 +77,35 @@ class Forecast:
             name: {"moment": found.moment, "total": found.total, "parts": found.parts}
             for name, found in self.memory.items()
         }
-        return {"kind": "forecast", **dataclasses.asdict(self), "memory": memory}
+        drafting = self.drafting.to_json() if self.drafting else None
+        told = {**dataclasses.asdict(self), "memory": memory, "drafting": drafting}
+        return {"kind": "forecast", **told}
 
 
 def run(config: Config, invocation: Invocation) -> None:
-    """Forecast, print, write WORK/plan.json.
+    """Forecast, print, write WORK/plan.json and, where a report says how much is kept,
+    WORK/payoff.png.
 
     Raises:
         ValueError: a command's memory passes that of a device; names it and what would fit.
     """
     found = forecast(config)
     artifacts = Artifacts.of(config)
-    measured = None
-    if artifacts.run.exists():
-        measured = read_json(artifacts.run).get("measured")
+    measured = beside(found, artifacts)
     for table in tables(found, measured):
         invocation.console.print(table)
         invocation.say("")
     artifacts.work.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(artifacts.plan, found.to_json() | {"measured": measured})
-    invocation.wrote(forecast=artifacts.plan)
+    told = [dataclasses.asdict(one) for one in measured]
+    atomic_write_json(artifacts.plan, found.to_json() | {"measured": told})
+    wrote = {"forecast": artifacts.plan}
+    if found.drafting:
+        for line in pays(found.drafting):
+            invocation.say(line)
+        wrote["payoff"] = artifacts.plan.with_name("payoff.png")
+        figure = draw(found.drafting.payoffs, found.drafting.told.split(":")[0])
+        atomic_write_bytes(wrote["payoff"], png(figure))
+    invocation.wrote(**wrote)
     if found.free is not None and found.disk.get("cache", 0) > found.free:
         invocation.say(
             f"[yellow]the cache is forecast at {found.disk['cache'] / GB:.1f} GB, the disk has "
@@ -158,8 +174,8 @@ def forecast(config: Config) -> Forecast:
             gpu=device.gpu,
         )
     memory["train"] = of_training(train, step)
+    latents = latent_width(shape.config) if config.target.layers != "transformers" else None
     if config.validate.engine and train.validate_every and heldout:
-        latents = latent_width(shape.config) if config.target.layers != "transformers" else None
         memory["validate"] = facts.validation_memory(
             shape,
             config.engine,
@@ -195,6 +211,12 @@ def forecast(config: Config) -> Forecast:
         "checkpoints": 3 * whole * (train.keep_checkpoints + 1),
         "head": whole,
     }
+    pays_off, report = None, find_report(config)
+    if report is not None:
+        reached = device.flops * device.mfu
+        pays_off = drafting(
+            config, report, shape, step, latents or layer.key_width, device.key, reached
+        )
     seconds = {"train": train_seconds}
     if not online:
         seconds = {"dump": (tokens + heldout) / dump_rate / plan.gpus, **seconds}
@@ -224,6 +246,7 @@ def forecast(config: Config) -> Forecast:
         },
         too_much=too_much,
         remedies=tuple(remedies),
+        drafting=pays_off,
     )
 
 
@@ -319,7 +342,7 @@ def _device(config: Config) -> Device:
         memory, flops, mfu, label = card.memory, plan.flops or card.flops, card.mfu, card.name
         told = "the card's data sheet"
     memory = plan.device_memory * GB if plan.device_memory else memory
-    return Device(label, name != "cpu", memory, flops, plan.mfu or mfu, told)
+    return Device(name, label, name != "cpu", memory, flops, plan.mfu or mfu, told)
 
 
 def _cpu_flops(precision: str) -> float:
@@ -337,13 +360,20 @@ def _cpu_flops(precision: str) -> float:
 VERB = Verb(
     name="plan",
     task=run,
-    reads="the target's config.json (or target.shape), WORK/rows and WORK/train/run.json if there",
-    writes="WORK/plan.json; exit code 2 where a rank would need more memory than it has",
+    reads=(
+        "the target's config.json (or target.shape); WORK/rows, the files of a finished run and "
+        "WORK/report.json if there"
+    ),
+    writes=(
+        "WORK/plan.json, WORK/payoff.png; exit code 2 where a rank would need more memory than it "
+        "has"
+    ),
     sections=("work", "plan", "target", "head", "train", "data.dump", "data.source"),
     examples=(
         "draftsmith plan",
         "draftsmith plan experiment=llama-3.1-8b train=h100x8",
         "draftsmith plan target=qwen3-8b head=eagle3 plan.device=a100 plan.tokens=100000000",
+        "draftsmith plan experiment=llama-3.1-8b plan.device=h100 plan.report=work/default",
     ),
     kept="nothing was written",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,11 +11,13 @@ from ..train.forecast import GB
 
 if TYPE_CHECKING:
     from .plan import Forecast
+    from .plan_measured import Beside
+    from .plan_payoff import Drafting
 
 
-def tables(found: Forecast, measured: dict[str, Any] | None) -> list[Table]:
-    """A forecast in tables: what it is of, memory, disk, time; and what a run measured, where one
-    did."""
+def tables(found: Forecast, measured: list[Beside]) -> list[Table]:
+    """A forecast in tables: what it is of, memory, disk, time; what a finished run measured; and
+    when drafting pays."""
     facts, device = found.facts, found.device
     head = Table("forecast, not measured", "", box=None, pad_edge=False)
     head.add_row("target", f"{escape(facts['target'])}, {facts['target_parameters'] / 1e9:.2f} B")
@@ -53,16 +55,71 @@ def tables(found: Forecast, measured: dict[str, Any] | None) -> list[Table]:
     )
     all_tables = [head, memory, disk, spent]
     if measured:
-        told = Table("this run's training", "measured", "forecast", box=None, pad_edge=False)
-        peak, rate = measured["peak_memory_bytes"], measured["tokens_per_second"]
-        largest = max(
-            found.memory[name].total for name in ("train", "validate") if name in found.memory
-        )
-        told.add_row("most memory of a rank, GB", f"{peak / GB:.2f}", f"{largest / GB:.2f}")
-        expected = facts["train_tokens_per_second"] * facts["gpus"]
-        told.add_row("tokens/s of all ranks", f"{rate or 0:,.0f}", f"{expected:,.0f}")
+        columns = ("measured", "forecast", "forecast / measured")
+        told = Table("this run", *columns, box=None, pad_edge=False)
+        for one in measured:
+            sizes = (_figure(value, one.unit) for value in (one.measured, one.forecast))
+            told.add_row(one.name, *sizes, f"{one.forecast / one.measured:.2f}")
         all_tables.append(told)
+    if found.drafting:
+        all_tables += _payoffs(found.drafting)
     return all_tables
+
+
+def _payoffs(drafting: Drafting) -> list[Table]:
+    """Rates, speed-ups by batch size and K, and what was measured beside the formula."""
+    found = []
+    for one in drafting.payoffs:
+        rates, some = one.rates, next(iter(one.speedups.values()))
+        title = f"drafting pays? {escape(rates.drafter)}, temperature {rates.temperature:g}"
+        table = Table(title, box=None, pad_edge=False)
+        for drafts in range(1, len(some) + 1):
+            mark = "" if drafts <= rates.measured else "?"
+            table.add_column(f"K={drafts}{mark}", justify="right")
+        table.add_column("best", justify="right")
+        places = range(1, len(some) + 1)
+        table.add_row("kept there", *(f"{rates.at(place):.1%}" for place in places))
+        judged = [f"{count:,}" for count in rates.drafted[: len(some)]]
+        table.add_row("of so many", *judged, *[""] * (len(some) - len(judged)))
+        table.add_row("tokens a step", *(f"{rates.tokens(place):.2f}" for place in places))
+        for batch, told in one.speedups.items():
+            best = one.best(batch)
+            cells = [
+                f"[bold green]{value:.2f}×[/]" if place == best else f"{value:.2f}×"
+                for place, value in enumerate(told, 1)
+            ]
+            table.add_row(f"batch {batch}", *cells, f"K={best}" if best else "plain")
+        found.append(table)
+    if drafting.checks:
+        columns = ("T", "batch", "formula", "measured", "off by")
+        table = Table("the formula on the report's own runs", *columns, box=None, pad_edge=False)
+        for check in drafting.checks:
+            table.add_row(
+                f"{escape(check.drafter)}, K={check.drafts}"
+                + (" from the other K" if check.left_out else ""),
+                f"{check.temperature:g}",
+                str(check.batch),
+                f"{check.expected:.2f}×",
+                f"{check.measured:.2f}×",
+                f"{check.off:+.0%}",
+            )
+        found.append(table)
+    return found
+
+
+def pays(drafting: Drafting) -> list[str]:
+    """What the tables of drafting rest on."""
+    return [
+        f"[dim]drafting: acceptance measured in {escape(str(drafting.report))} on target "
+        f"{escape(drafting.target)}; costs: {escape(drafting.told)}. K? is longer than any chain "
+        "there: the last rate is taken to go on. See docs/when-drafting-pays.md[/]"
+    ]
+
+
+def _figure(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / GB:.3g} GB"
+    return _duration(value) if unit == "seconds" else f"{value:,.0f} tokens/s"
 
 
 def _duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ from ..train.metrics import read_metrics
 Measurement = dict[str, Any]
 _ASIDE = ("work", "inputs", "overwrite", "tracker", "compare", "generate", "export", "import_head")
 """Settings that name places or other commands, and make no run another."""
+_REPORT = "report.json"
 _BASELINES = ("none", "ngram", "untrained", "draft-lm", "ngram+head", "ngram+draft-lm")
 
 
@@ -37,11 +38,15 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """Read what is there.
+        """Read what is there; of a report under a name of its own, that alone.
 
         Raises:
             ValueError: neither a training run nor a report, or a damaged file.
         """
+        if folder.is_file():
+            told = _report(folder)
+            settings = _flat({**told.get("settings", {}), "head": told.get("head", {})})
+            return cls(folder, settings, [], told)
         if not holds_run(folder):
             raise ValueError(
                 f"{folder} holds neither train/metrics.jsonl nor report.json: name the work folder "
@@ -101,7 +106,7 @@ class RunRecord:
 
     def measurements(self, first: RunRecord | None = None) -> list[Measurement]:
         """The report's runs with intervals, and paired differences from those of `first`."""
-        theirs = {} if first is None or first is self else first._counted()
+        theirs = {} if first is None or first is self else first.counted()
         found = []
         for entry in (self.report or {}).get("runs", []):
             key, counts = _key(entry), _counts(entry)
@@ -126,7 +131,8 @@ class RunRecord:
             found.append(one)
         return found
 
-    def _counted(self) -> dict[tuple[Any, ...], dict[str, tuple[int, int]]]:
+    def counted(self) -> dict[tuple[Any, ...], dict[str, tuple[int, int]]]:
+        """(role, prompts, temperature, dtype, batch, K) -> prompt -> (tokens, target calls)."""
         entries = (self.report or {}).get("runs", [])
         pairs = ((_key(entry), _counts(entry)) for entry in entries)
         return {key: counts for key, counts in pairs if counts is not None}
@@ -138,8 +144,8 @@ kind."""
 
 
 def find_runs(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Work folders by name or pattern, each once, in the order given (those of a pattern sorted);
-    and the folders that a pattern found but that hold no run.
+    """Work folders (or reports) by name or pattern, each once, in the order given (those of a
+    pattern sorted); and the folders that a pattern found but that hold no run.
 
     Raises:
         ValueError: a pattern that finds no run.
@@ -148,9 +154,10 @@ def find_runs(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     others: list[Path] = []
     for pattern in map(expanded, patterns):
         if not glob.has_magic(pattern) or Path(pattern).exists():
-            found[Path(pattern)] = None
+            found[_run_of(Path(pattern))] = None
             continue
-        folders = [Path(path) for path in sorted(glob.glob(pattern)) if Path(path).is_dir()]
+        paths = [Path(path) for path in sorted(glob.glob(pattern))]
+        folders = [_run_of(path) for path in paths if path.is_dir() or path.name == _REPORT]
         runs = [folder for folder in folders if holds_run(folder)]
         if not runs:
             raise ValueError(
@@ -160,6 +167,11 @@ def find_runs(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
         found |= dict.fromkeys(runs)
         others += [folder for folder in folders if folder not in found]
     return list(found), others
+
+
+def _run_of(path: Path) -> Path:
+    """A run's folder, where its report.json is named."""
+    return path.parent if path.name == _REPORT and path.is_file() else path
 
 
 def holds_run(folder: Path) -> bool:
@@ -178,6 +190,18 @@ def differing(records: Sequence[RunRecord]) -> list[str]:
     keys = sorted({key for record in records for key in record.settings})
     told = [[str(record.settings.get(key)) for record in records] for key in keys]
     return [key for key, values in zip(keys, told, strict=True) if len(set(values)) > 1]
+
+
+def _report(path: Path) -> dict[str, Any]:
+    """A file as a report.
+
+    Raises:
+        ValueError: it is another file.
+    """
+    told = read_json(path) if path.suffix == ".json" else None
+    if not isinstance(told, dict) or not isinstance(told.get("runs"), list):
+        raise ValueError(f"{path} is no report: name a report.json, or the work folder of a run")
+    return told
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -45,22 +45,25 @@ _CPU_PROCESS = 0.6 * GB  # measured, 0.52 GB: torch, transformers, DeepSpeed
 
 @dataclass(frozen=True)
 class Card:
-    """A device by its data sheet: bytes, dense bfloat16 operations a second."""
+    """A device by its data sheet: bytes, dense bfloat16 operations a second, bytes of memory read
+    a second."""
 
     name: str
     memory: float
     flops: float
     mfu: float
+    bandwidth: float
 
 
 CARDS = {
-    "h100": Card("H100 SXM 80 GB", 80 * GB, 989e12, 0.3),
-    "h200": Card("H200 141 GB", 141 * GB, 989e12, 0.3),
-    "a100": Card("A100 SXM 80 GB", 80 * GB, 312e12, 0.4),
+    "h100": Card("H100 SXM 80 GB", 80 * GB, 989e12, 0.3, 3.35e12),
+    "h200": Card("H200 141 GB", 141 * GB, 989e12, 0.3, 4.8e12),
+    "a100": Card("A100 SXM 80 GB", 80 * GB, 312e12, 0.4, 2.039e12),
 }
 """`mfu`, the share of the peak that a run is taken to reach, is an assumption and no measurement;
 it is printed with every time, and `plan.mfu` replaces it."""
 CPU_MFU = 0.6
+_POSITIVE = ("device_memory", "flops", "mfu", "dump_rate", "train_rate", "bandwidth", "mbu")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,32 @@ class PlanConfig:
     the least of data.rows.max_length, train.tokens_per_batch and 2,048."""
     supervised: float = 0.75
     """Share of the tokens that the head learns from; 74.7 % of ShareGPT."""
+    report: str | None = None
+    """The report.json (or its work folder) whose acceptance says when drafting pays; null takes
+    that of `work`."""
+    costs: Literal["auto", "measured", "model"] = "auto"
+    """What passes and drafts cost there: measured (the report's own steps), model (the device's
+    memory and operations), auto (measured where the device is this machine's and the report holds
+    steps)."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    """Sequences that decode together, for the model; a report's steps have their own."""
+    longest: int | None = None
+    """Drafts of the longest chain that is shown; null takes the longest that the report
+    measured."""
+    context: int = 1024
+    """Tokens of keys and values that each sequence reads."""
+    split: int = 1
+    """Devices that share the target when it serves; what they tell each other is not counted."""
+    bandwidth: float | None = None
+    """Bytes of memory that one device reads a second; null takes the card's, or measures this
+    CPU's."""
+    mbu: float | None = None
+    """Share of it that is reached, an assumption; null takes 0.7, of a measured CPU 1."""
+    tile: int | None = None
+    """Rows that a product computes anyway; null takes 64, on a CPU 1."""
+    overhead: float = 0.0
+    """Seconds that a pass or a draft costs whatever its rows (launches, the host), where you have
+    measured them."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -101,11 +130,22 @@ class PlanConfig:
                 f"plan.headroom={self.headroom}, plan.supervised={self.supervised}: must be "
                 "shares between 0 and 1"
             )
-        for name in ("device_memory", "flops", "mfu", "dump_rate", "train_rate"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"plan.{name}={value}: must be a positive number, or null")
-        for name in ("tokens", "row_tokens"):
+        if not self.batches or min(self.batches) < 1 or not 0 <= self.overhead < float("inf"):
+            raise ValueError(
+                f"plan.batches={list(self.batches)}, plan.overhead={self.overhead}: give sizes of "
+                "at least 1, and seconds of at least 0"
+            )
+        if self.longest is not None and not 1 <= self.longest <= 32:
+            raise ValueError(f"plan.longest={self.longest}: must be 1 to 32, or null")
+        if self.context < 0 or self.split < 1:
+            raise ValueError(
+                f"plan.context={self.context}, plan.split={self.split}: must be at least 0 and 1"
+            )
+        for name in ("tokens", "row_tokens", "tile"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"plan.{name}={value}: must be at least 1, or null")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.inference import plots
+from draftsmith.inference import breakdowns, plots
 from draftsmith.inference.report import DEFINITIONS, render
 from draftsmith.inference.tables import verdicts
 
@@ -200,9 +200,63 @@ def test_html_loads_nothing(report: dict[str, Any], tmp_path: Path) -> None:
     render(report, [], tmp_path)
     text = (tmp_path / "report.html").read_text()
     sources = re.findall(r"""(?:src|href)=["']([^"']{0,40})""", text)
-    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
-    assert not re.search(r"https?://|<script|<link|@import|url\(", text)
+    assert all(source.startswith("#") for source in sources)  # a figure's own parts
+    assert text.count("<svg ") == 8  # of two prompt sets
+    assert not re.search(r"https?://|<script|<link|@import|url\((?!#)", text)
     assert 'name="viewport"' in text
+
+
+def test_html_shows_how_the_text_was_drafted(report: dict[str, Any], tmp_path: Path) -> None:
+    """Kept, lost, bonus and undrafted tokens are told apart by marks, not by colour alone."""
+    rounds = [
+        {"accepted": "", "target": "The ", "rejected": ""},
+        {"accepted": "cat <b>", "target": "sat", "rejected": ""},
+        {"accepted": "on", "target": " a", "rejected": " the\nmat"},
+    ]
+    text = {"prompts": "humaneval", "id": "HumanEval/3", "prompt": "Tell", "rounds": rounds}
+    report["runs"][2]["texts"] = [text]
+    render(report, [], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        'The <span class="kept">cat &lt;b&gt;</span><span class="bonus">sat</span>'
+        '<span class="kept">on</span><span class="lost">[<s> the↵mat</s>]</span> a</p>'
+    ) in page
+    for mark in (".kept {", ".bonus {"):
+        assert "text-decoration: underline" in page[page.index(mark) :].split("}")[0]
+
+
+def test_html_follows_the_screen(report: dict[str, Any], tmp_path: Path) -> None:
+    """Figures have no colour of their own: every one is the page's ink or one that has a dark
+    twin; and their words are words."""
+    render(report, [], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    figures = "".join(re.findall("<svg .*?</svg>", page, re.DOTALL))
+    assert not re.findall("#[0-9a-f]{6}", figures)
+    style = page[: page.index("</style>")]
+    dark = style[style.index("prefers-color-scheme: dark") :]
+    for name in set(re.findall(r"var\((--c[0-9a-f]{6})\)", figures)):
+        assert f"{name}: #" in dark
+    assert "accepted up to here,</text>" in figures.replace("\n", "")
+    assert 'aria-label="Speed: humaneval"' in figures
+
+
+def test_breakdowns_pool_the_prompt_sets(report: dict[str, Any]) -> None:
+    """By hand: calls and tokens of both sets are added before they are divided."""
+    for entry, calls, tokens in zip(report["runs"][1::3], (100, 300), (200, 330), strict=True):
+        entry["by_context"] = {"0": {"target_calls": calls, "tokens": tokens}}
+    report["runs"][4]["by_context"]["256"] = {"target_calls": 10, "tokens": 30}
+    found = breakdowns.by_context(report["runs"])
+    assert found == {"ngram": {"0–255": (400, 530), "256–511": (10, 30)}}
+    header, rows = breakdowns.table(found)
+    assert header == ["drafter", "0–255", "256–511"]
+    assert rows == [["ngram", "1.325 (400)", "3.000 (10)"]]
+    assert breakdowns.by_temperature(report["runs"]) == {}
+    warm = [
+        run("mtp", prompts, [0, 0, 0], temperature=warmth, decode_tokens=tokens)
+        for prompts, warmth, tokens in (("a", 0.0, 150), ("b", 0.0, 170), ("a", 1.0, 120))
+    ]
+    assert breakdowns.by_temperature(warm) == {"mtp": {"T=0": (200, 320), "T=1": (100, 120)}}
+    assert breakdowns.draw({"none": {"0–255": (1, 1)}}, "", "") is None
 
 
 def test_html_escapes_what_it_shows(report: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,13 +134,61 @@ def test_runs_side_by_side(make: Maker, capsys: pytest.CaptureFixture[str]):
     assert {path.name for path in out.iterdir()} == {
         "compare.json",
         "compare.md",
+        "compare.html",
         "compare.png",
         "provenance.json",
     }
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
     text = (out / "compare.md").read_text()
     assert "| train.lr | 0.001 | 0.002 |" in text and " *" in text
-    assert "2.927 [" in text and "2.927" in capsys.readouterr().out
+    out_loud = " ".join(capsys.readouterr().out.split())
+    assert "2.927 [" in text and "2.927" in out_loud
+    (told,) = found["verdicts"]
+    assert told.startswith(
+        "b, head, T=0, K=3, bfloat16, batch 1: more than a, beyond noise: +0.858"
+    )
+    assert told in out_loud and told in text
+    page = (out / "compare.html").read_text()
+    assert "beyond noise: +0.858" in page and "train.lr" in page
+    assert page.count("<svg ") == 4 and not re.search(r"https?://|<script|src=", page)
+
+
+def test_within_noise_is_said(make: Maker):
+    """Over all prompt sets together, of the prompts that both have; an unequal pair is held against
+    its own prompts."""
+    calls = {"a": [12, 10, 16, 9], "b": [10, 12, 14, 11], "c": [12, 10, 16], "d": [12]}
+    for name, told in calls.items():
+        folder = make(name, calls=told)
+        report = json.loads((folder / "report.json").read_text())
+        report["runs"] += [run([8, 8, 8][: len(told)], prompts="mt_bench"), run([5], prompts=name)]
+        atomic_write_json(folder / "report.json", report)
+    assert main(["compare", *calls]) == 0
+    within, part, few = compared()["verdicts"]
+    ours = 24 * 7 / (10 + 12 + 14 + 11 + 24) - 24 * 7 / (12 + 10 + 16 + 9 + 24)
+    assert f"within noise of a: {ours:+.3f} tokens" in within
+    assert within.endswith("over 7 prompts that both have (of 8 and 8).")
+    assert "+0.000" in part and "over 6 prompts that both have (of 7 and 8)." in part
+    assert "over 2 prompts that both have (of 3 and 8)" in few
+    text = Path("work/compare/compare.md").read_text()
+    assert " within noise |" in text
+
+
+def test_reports_are_taken_like_runs(make: Maker, capsys: pytest.CaptureFixture[str]):
+    """A run's report.json stands for its folder; one kept elsewhere for itself; another file is
+    refused."""
+    folder = make("a", calls=[12, 10, 16])
+    kept = Path("kept.json")
+    told = {"runs": [run([8, 9, 7])], "settings": {"engine": {"draft_tokens": 3}}, "head": {}}
+    atomic_write_json(kept, told)
+    assert main(["compare", str(folder / "report.json"), "a", "kept.json"]) == 0
+    one, two = compared()["runs"]
+    assert (one["name"], two["name"]) == ("a", "kept.json")
+    assert one["training"]["steps"] == 20 and two["training"] == {}
+    assert two["settings"]["engine.draft_tokens"] == 3
+    assert "more than a" in compared()["verdicts"][0]
+    Path("other.json").write_text("[]")
+    assert main(["compare", "a", "other.json"]) == 2
+    assert "other.json is no report" in " ".join(capsys.readouterr().err.split())
 
 
 def test_many_runs_of_long_names_have_numbers(make: Maker):
