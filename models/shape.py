@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .skeleton import folder_config
 from .source import resolve
 from .target import TargetConfig
 
@@ -102,13 +103,13 @@ def read_config(config: TargetConfig) -> tuple[Any, str]:
         folders += [Path(cached).parent] if isinstance(cached, str) else []
     for folder in folders:
         if (folder / "config.json").exists():
-            return AutoConfig.from_pretrained(folder), str(folder / "config.json")
+            return folder_config(folder), str(folder / "config.json")
     described = shape.pop("of", None)
     if described == source and shape:
         return AutoConfig.for_model(**shape), "target.shape"
     if source.startswith("hf://"):
         path = resolve(f"{source}/config.json")
-        return AutoConfig.from_pretrained(path.parent), str(path)
+        return folder_config(path.parent), str(path)
     raise ValueError(
         f"target.source={source}: no config.json is there, and target.shape describes "
         f"{described or 'nothing'}; give the folder of the checkpoint, or target.shape with "

@@ -9,15 +9,17 @@ hold one by one and the module holds in one tensor, other prefixes of multimodal
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,9 +32,31 @@ from transformers.core_model_loading import (
 from . import attention, experts
 
 
+def folder_config(folder: Path | str) -> Any:
+    """transformers' configuration of a checkpoint folder. Only families that transformers has are
+    read; code that lies in the folder is never run.
+
+    Raises:
+        ValueError: a family that it does not have, or a configuration that it cannot read.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        described = Path(folder) / "config.json"
+        kind = json.loads(described.read_text()).get("model_type") if described.is_file() else None
+        if kind in CONFIG_MAPPING:
+            raise
+        raise ValueError(
+            f"{described}: model_type {kind!r} is no family of transformers "
+            f"{transformers.__version__}, and model code that lies in a folder is not run; install "
+            "a version of transformers that has the family, or give a checkpoint that was saved "
+            "for one that it has"
+        ) from error
+
+
 def text_config(folder: Path | str) -> Any:
-    """transformers' configuration of a checkpoint folder; of a multimodal model, its text part."""
-    return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    """The configuration of a checkpoint folder; of a multimodal model, its text part."""
+    return folder_config(folder).get_text_config(decoder=True)
 
 
 def skeleton(config: Any) -> Any:

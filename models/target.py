@@ -113,7 +113,7 @@ def runs_lean(config: TargetConfig, model_config: Any) -> bool:
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """The target's own tokenizer."""
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def has_tokenizer(folder: Path | str) -> bool:

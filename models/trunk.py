@@ -16,10 +16,9 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from .norm import RMSNorm, own_norm
-from .skeleton import name_of, read_tensors, skeleton
+from .skeleton import folder_config, name_of, read_tensors, skeleton
 
 
 class Trunk:
@@ -78,7 +77,7 @@ class Trunk:
                 in a way that is not known here.
         """
         folder = Path(folder)
-        config = AutoConfig.from_pretrained(folder)
+        config = folder_config(folder)
         text = config.get_text_config(decoder=True)
         model = skeleton(config)
         name = f"{name_of(model, model.get_output_embeddings())}.weight"
@@ -192,7 +191,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def load_final_norm(folder: Path | str) -> RMSNorm:
     """A target's final norm, float32 on the CPU; nothing else is read."""
     folder = Path(folder)
-    model = skeleton(AutoConfig.from_pretrained(folder))
+    model = skeleton(folder_config(folder))
     return _filled(_norm(model), _read(folder, model, _norm(model))[0]).float()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..data.backend import byte_token_ids
 from ..data.batches import BatchPlan, RowSource
@@ -24,6 +23,7 @@ from ..data.vocabulary import draft_vocabulary
 from ..inference.acceptance import PromptSet
 from ..models.heads import build_head, save_head
 from ..models.provenance import provenance
+from ..models.skeleton import folder_config
 from ..models.target import eos_ids, fingerprint, load_tokenizer
 from ..models.trunk import Trunk
 from ..train.config import TrainConfig
@@ -61,7 +61,7 @@ class Bench:
 
     def __init__(self, work: Path, target: Path, out: Path) -> None:
         self.work, self.target, self.out = work, target, out
-        self.config = AutoConfig.from_pretrained(target)
+        self.config = folder_config(target)
         self.marks = fingerprint(target)
         self.trunk = Trunk.load(target, torch.bfloat16)
         self.caches = {"found": self._cache("rows", "cache", "train")}

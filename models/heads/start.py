@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from ..layer import norm_places, read_layer
 from ..norm import RMSNorm
+from ..skeleton import folder_config
 from ..trunk import Trunk, load_final_norm, tensor_files
 from .config import InitConfig
 
@@ -172,7 +172,7 @@ class Start:
         Raises:
             ValueError: the files hold no such layer, or hold it quantised.
         """
-        config = AutoConfig.from_pretrained(self.folder)
+        config = folder_config(self.folder)
         found = read_layer(config, tensor_files(self.folder))
         packed = sorted(name for name, value in found.items() if value.element_size() == 1)
         if packed:

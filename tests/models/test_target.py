@@ -237,3 +237,19 @@ def test_what_cannot_be_spread(tiny_llama_folder: Callable[..., Path]) -> None:
             Target.load(TargetConfig(source, dtype, "cpu", layers=layers, spread=True))
     with pytest.warns(UserWarning, match="max_memory has no effect without target.spread"):
         TargetConfig(source=source, max_memory={"cpu": "1GB"})
+
+
+def test_case_118_code_in_a_model_folder_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Remote model code calls what newer libraries removed. Right: families that transformers has;
+    else its version and the remedy are told, nothing is asked and nothing is run."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "older", "auto_map": {"AutoConfig": "older.Config"}}'
+    )
+    (tmp_path / "older.py").write_text("raise AssertionError('this was run')")
+    with pytest.raises(
+        ValueError, match=r"no family of transformers .*install a version"
+    ):
+        Target.load(TargetConfig(str(tmp_path)))
+    assert not capsys.readouterr().out
