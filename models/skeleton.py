@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,8 +32,15 @@ from . import attention, experts
 
 
 def text_config(folder: Path | str) -> Any:
-    """transformers' configuration of a checkpoint folder; of a multimodal model, its text part."""
-    return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    """transformers' configuration of a checkpoint folder; of a multimodal model, its text part.
+
+    Raises:
+        ValueError: a config.json whose values contradict each other.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder}: config.json describes no model: {error}") from error
 
 
 def skeleton(config: Any) -> Any:

@@ -1,7 +1,7 @@
 """What the EAGLE and EAGLE-3 layouts share: a folder of its own with the head's tensors, read and
 judged as the engine it is for would load it.
 
-    model.safetensors   the tensors, as trained (float32)
+    model.safetensors   the tensors, in the dtype that the head has (float32 as trained)
     config.json         a Llama-shaped configuration, with what the engine's class reads
     draftsmith.json     what the layout has no place for: the target's fingerprint, training facts
 
@@ -164,7 +164,8 @@ class EagleLayout:
         if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
             faults = _share_lm_head(folder, tensors, Path(target_folder))
         if faults:
-            faults += [f"config.json has no {name}" for name in report.guessed]
+            if report.assumed:
+                faults.append(f"config.json has no {', '.join(report.assumed)}")
             raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
         for name, value in report.guessed.items():
             warnings.warn(
@@ -226,7 +227,7 @@ class EagleLayout:
         self, loaded: LoadedHead, loader: Loader, folder: Path
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         head = loaded.head
-        state = {name: value.detach().float() for name, value in head.state_dict().items()}
+        state = {name: value.detach() for name, value in head.state_dict().items()}
         tensors = {
             theirs: state[name].contiguous() for name, theirs in self._names(head, loader).items()
         }
@@ -242,19 +243,20 @@ class EagleLayout:
             for name in [name for name in tensors if name.endswith("q_proj.bias")]:
                 lacking = name.replace("q_proj", "o_proj")
                 if lacking not in tensors:
-                    tensors[lacking] = torch.zeros(int(head.target_config.hidden_size))
+                    size, kind = int(head.target_config.hidden_size), tensors[name].dtype
+                    tensors[lacking] = torch.zeros(size, dtype=kind)
                     origin[lacking] = "filler: zeros, the class has a bias here"
-        size = int(head.target_config.hidden_size)
+        size, dtype = int(head.target_config.hidden_size), next(iter(state.values())).dtype
         for name, what in loader.fills.items():
             if what in ("zeros", "ones"):
-                tensors[name] = getattr(torch, what)(size)
+                tensors[name] = getattr(torch, what)(size, dtype=dtype)
                 origin[name] = f"filler: {what}, the class has a parameter here"
             else:
                 shape = (int(head.target_config.vocab_size), size)
                 tensors[name] = (
                     torch.empty(shape, device="meta")
                     if next(head.parameters()).is_meta
-                    else targets_own(folder, what).float().clone()
+                    else targets_own(folder, what).clone()
                 )
                 origin[name] = "copied from the target"
         if self.kind == "eagle3" and loaded.draft_ids is not None:

@@ -54,14 +54,13 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
         raise Stopped(f"transformer_layer_config.model_type {kind!r} is not one of {[*_CLASSES]}")
     flat = {
         **layer,
-        "draft_vocab_size": config.get("draft_vocab_size"),
         "norm_before_residual": config.get("norm_before_residual", True),
         "norm_before_fc": config.get("norm_before_fc", False),
         "fc_norm": config.get("fc_norm", False),
         "norm_output": config.get("norm_output", False),
         "architectures": [_CLASSES[kind]],
     }
-    for name in ("target_hidden_size", IDS):
+    for name in ("draft_vocab_size", "target_hidden_size", IDS):
         if config.get(name):
             flat[name] = config[name]
     return flat
