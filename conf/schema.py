@@ -207,8 +207,9 @@ class ExportConfig:
     """How weights are stored: float32, as the trainer holds them, or bfloat16, rounded; copies of
     the target's tensors and maps stay as they are."""
     layout: Any = "deepseek-mtp"
-    """The layout to write, or a list of them: deepseek-mtp, glm-mtp, mimo-mtp, qwen-mtp; eagle,
-    vllm-eagle, sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators."""
+    """The layout to write, or a list of them: deepseek-mtp, glm-mtp, ernie-mtp, mimo-mtp, qwen-mtp;
+    eagle, vllm-eagle, sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators;
+    medusa, vllm-medusa. vllm, sglang, trtllm and authors stand for the one that is read there."""
     folder: str | None = None
     """Where to (of several layouts, each below it); null is export/LAYOUT below the work folder."""
 
@@ -233,9 +234,9 @@ class ImportConfig:
     folder: str | None = None
     """The folder that holds it; null is what `export` of this run wrote."""
     layout: str | None = None
-    """The layout it has: deepseek-mtp, glm-mtp, mimo-mtp, qwen-mtp; eagle, vllm-eagle,
-    sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators. Null finds it from
-    the files, where they say it."""
+    """The layout it has: deepseek-mtp, glm-mtp, ernie-mtp, mimo-mtp, qwen-mtp; eagle, vllm-eagle,
+    sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators; medusa,
+    vllm-medusa. Null finds it from the files, where they say it."""
     out: str | None = None
     """Native head folder to write; null is imported/ below the work folder."""
 

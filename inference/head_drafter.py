@@ -77,12 +77,12 @@ class HeadDrafter:
         self.trunk = target.trunk
         self.function: HeadFunction = target.head_function(self.head)
         own = self.head.lm_head
+        self.lm_heads = [target.lm_head]
         if own is not None:
-            self.lm_head = target.linear(own.detach().to(target.device, target.dtype))
+            rows = own.detach().to(target.device, target.dtype)
+            self.lm_heads = [target.linear(one) for one in (rows if rows.dim() == 3 else [rows])]
         elif self.draft_ids is not None:
-            self.lm_head = target.linear(target.trunk.lm_head_weight(self.draft_ids))
-        else:
-            self.lm_head = target.lm_head
+            self.lm_heads = [target.linear(target.trunk.lm_head_weight(self.draft_ids))]
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(target.device)
         self.pool, self.first_layer = pool, first_layer
@@ -151,10 +151,8 @@ class HeadDrafter:
         active = [index for index, count in enumerate(wanted) if count]
         step = 0
         while active:
-            logits = self.lm_head(torch.stack([drafted[index] for index in active]))
-            if self.head.lm_head is None:
-                logits = self.trunk.finish_logits(logits)
-            self._take(chains, active, logits)
+            read = torch.stack([drafted[index] for index in active])
+            self._take(chains, active, self.logits(read, step))
             step += 1
             active = [index for index in active if step < wanted[index]]
             if active:
@@ -200,10 +198,12 @@ class HeadDrafter:
         self, sequences: list[Sequence], step: int, drafted: Tensor, draws: Draws
     ) -> tuple[Tensor, Tensor | None]:
         """Draft k of every sequence from what lm_head reads [B, H]: see `Draws.take`."""
-        logits = self.lm_head(drafted)
-        if self.head.lm_head is None:
-            logits = self.trunk.finish_logits(logits)
-        return draws.take(sequences, step, logits)
+        return draws.take(sequences, step, self.logits(drafted, step))
+
+    def logits(self, drafted: Tensor, step: int) -> Tensor:
+        """What step k drafts from: [B, H] -> [B, Vd]; heads of their own lm_head read plainly."""
+        logits = self.lm_heads[min(step, len(self.lm_heads) - 1)](drafted)
+        return logits if self.head.lm_head is not None else self.trunk.finish_logits(logits)
 
     @torch.inference_mode()
     def rerun(

@@ -116,9 +116,7 @@ class TreeHeadDrafter(HeadDrafter):
         drafted: Tensor,
     ) -> None:
         """Give the leaves their children; the children that get some next are the new leaves."""
-        logits = self.lm_head(drafted)
-        if self.head.lm_head is None:
-            logits = self.trunk.finish_logits(logits)
+        logits = self.logits(drafted, level)
         if logits.dtype != torch.float64:
             logits = logits.float()
         widths = [self._widths(trees[index], depths[index]) for index in active]

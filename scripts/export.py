@@ -13,7 +13,7 @@ from ..conf.schema import Config
 from ..models.formats import MTP_LAYOUTS
 from ..models.formats import layout as find_layout
 from ..models.formats.loaders import few
-from ..models.formats.matrix import where
+from ..models.formats.runs import SHORT, named_layout, where
 from ..models.formats.source import read_head
 from ..models.heads import LoadedHead
 from ..models.provenance import write_provenance
@@ -58,10 +58,16 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, list
         different; layouts before it in the list are written.
     """
     settings, artifacts = config.export, Artifacts.of(config)
-    layouts = {name: find_layout(name) for name in settings.layouts}
+    for name in settings.layouts:
+        if name not in SHORT:
+            find_layout(name)
     folder = prepare_folder(config.target)
     marks = fingerprint(folder)
     loaded = read_head(artifacts.head_or(settings.head), folder, marks)
+    layouts = {
+        name: find_layout(name)
+        for name in (named_layout(given, loaded) for given in settings.layouts)
+    }
     stored = rounded(loaded, getattr(torch, settings.dtype))
     kept = dataclasses.replace(stored, head=stored.head.float())
     trunk, steps = Trunk.load(folder, torch.float32), steps_of(loaded)
@@ -74,7 +80,7 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, list
         origins = write(stored, folder, out)
         back = read(out, folder)
         told = proven(out, kept, back, trunk, prompts)
-        written[name] = out, table(out, origins, folder)
+        written[name] = out, table(out, origins, folder, loaded.draft_ids)
         write_provenance(out, invocation.resolved)
         invocation.say(f"{name}: {told}")
         if stored is not loaded:
@@ -86,7 +92,8 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, list
         invocation.say(f"{name}: {where(loaded, name)}")
         for reason in _otherwise(loaded, name):
             invocation.say(f"{name}: not there: {reason}")
-    if loaded.draft_ids is not None and loaded.head.lm_head is None:
+    held = {"vllm-medusa"}  # the ids, too
+    if loaded.draft_ids is not None and loaded.head.lm_head is None and set(layouts) - held:
         invocation.say(
             f"the head was trained on {len(loaded.draft_ids):,} draft ids; such a layout drafts "
             f"from all {loaded.head.target_config.vocab_size:,}, with the target's own lm_head"

@@ -175,24 +175,41 @@ class Row:
     origin: str
 
 
-def table(out: Path, origins: dict[str, str], target: Path) -> list[Row]:
+def table(out: Path, origins: dict[str, str], target: Path, draft_ids: Tensor | None) -> list[Row]:
     """What each tensor of an export is, its copies of the target's compared bit for bit.
 
+    Args:
+        draft_ids: of the head; a copy of the target's lm_head may have their rows alone.
     Raises:
         ValueError: a tensor without an origin, an origin without a tensor, or a copy that is none.
     """
-    files = {name: path for name, path in tensor_files(out).items() if name in origins}
-    lacking = sorted(set(origins) - set(files))
+    rows: list[Row] = []
+    tensors = _stored(out, set(origins))
+    lacking = sorted(set(origins) - set(tensors))
     if lacking:
         raise ValueError(f"{out}: {', '.join(lacking)} were said to be written and are not there")
-    rows: list[Row] = []
     for name, origin in origins.items():
-        with safe_open(files[name], framework="pt") as file:
-            value = file.get_tensor(name)
+        value = tensors[name]
         if origin == COPIED:
             own = targets_own(target, EMBEDDING if name.endswith(EMBEDDING) else LM_HEAD)
+            if len(value) < len(own) and draft_ids is not None:
+                own = own[draft_ids]
             if own.dtype != value.dtype or not torch.equal(own, value):
                 raise ValueError(f"{out}: {name} is no copy of the target's, bit for bit")
             origin += ", bit-equal"
         rows.append(Row(name, tuple(value.shape), str(value.dtype)[6:], origin))
     return rows
+
+
+def _stored(out: Path, names: set[str]) -> dict[str, Tensor]:
+    """These tensors of a folder: safetensors, else pickles, of which only tensors are read."""
+    found: dict[str, Tensor] = {}
+    if not list(out.glob("*.safetensors")):
+        for path in sorted([*out.glob("*.pt"), *out.glob("*.bin")]):
+            found |= torch.load(path, map_location="cpu", weights_only=True)
+        return {name: value for name, value in found.items() if name in names}
+    for name, path in tensor_files(out).items():
+        if name in names:
+            with safe_open(path, framework="pt") as file:
+                found[name] = file.get_tensor(name)
+    return found

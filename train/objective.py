@@ -18,7 +18,7 @@ proportion to how often the engine gets that far.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ class Objective:
         weight, a chunk of logits at a time.
         """
         head = (self.head_weight if student_head is None else student_head).to(self.dtype)
-        size = self.chunk or default_rows(drafted.device, len(head))
+        size = self.chunk or default_rows(drafted.device, head.shape[-2])
         alive = torch.ones(drafted.shape[1], dtype=torch.bool, device=drafted.device)
         ends = alive
         if self.survivors < 1:
@@ -205,10 +205,11 @@ class Objective:
         # Logit scale and soft cap are monotone: the argmax needs neither.
         with torch.autocast(drafted.device.type, enabled=False):
             for step in range(len(drafted) - 1):
+                own = head if head.dim() == 2 else head[step]
                 rows = (ends & alive & (weights[step + 1] > 0)).nonzero().squeeze(1)
                 tops = [rows.new_zeros(0)]
                 for part in drafted[step, rows].to(self.dtype).split(size):
-                    tops.append(top_columns(part @ head.T)[1])
+                    tops.append(top_columns(part @ own.T)[1])
                 text = self._ahead(batch, 2 + step)[rows]
                 alive = alive.index_put((rows,), torch.cat(tops) == text)
                 kept.append(alive)
@@ -243,23 +244,39 @@ class Objective:
     ) -> tuple[Tensor, DistillStats]:
         """students [K, N, H'] already at their teacher's row; normed [N, H]; weights [K, N] by
         chain row; labels [N] by teacher row; student_head [V, H'] where the students have their
-        own."""
+        own, [K, V, H'] where each step has."""
         # A supervised row's teacher lies in its own document, so what a roll carries around the end
         # has weight 0.
         aligned = torch.stack([row.roll(1 + k) for k, row in enumerate(weights)])
-        return distill_loss(
-            students,
-            normed,
-            aligned,
-            self.head_weight,
-            loss=self.loss,
-            labels=labels,
-            student_head=student_head,
-            full_head=self.full_head,
-            chunk=self.chunk,
-            logit_scale=self.trunk.logit_scale,
-            softcap=self.trunk.softcap,
-        )
+
+        def judged(steps: slice, own: Tensor | None) -> tuple[Tensor, DistillStats]:
+            return distill_loss(
+                students[steps],
+                normed,
+                aligned[steps],
+                self.head_weight,
+                loss=self.loss,
+                labels=labels,
+                student_head=own,
+                full_head=self.full_head,
+                chunk=self.chunk,
+                logit_scale=self.trunk.logit_scale,
+                softcap=self.trunk.softcap,
+            )
+
+        if student_head is None or student_head.dim() == 2:
+            return judged(slice(None), student_head)
+        parts = [judged(slice(k, k + 1), student_head[k]) for k in range(len(students))]
+        losses, stats = zip(*parts, strict=True)
+        return torch.stack(losses).sum(), _together(stats)
+
+
+def _together(steps: Sequence[DistillStats]) -> DistillStats:
+    """The statistics of calls for one step each, as of one call for all."""
+    fields = {name: torch.cat([getattr(one, name) for one in steps]) for name in steps[0]._fields}
+    # [N] by teacher row, -1 where a call did not need it.
+    fields["teacher_top"] = torch.stack([one.teacher_top for one in steps]).amax(0)
+    return DistillStats(**fields)
 
 
 def chain_rows(aligned: Tensor) -> Tensor:

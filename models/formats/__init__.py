@@ -12,7 +12,10 @@ from .deepseek_mtp import DEEPSEEK_MTP
 from .eagle import EAGLE
 from .eagle3 import EAGLE3
 from .eagle_layout import EagleLayout
+from .ernie_mtp import ERNIE_MTP
 from .glm_mtp import GLM_MTP
+from .medusa import MEDUSA
+from .medusa_layout import MedusaLayout
 from .mimo_mtp import MIMO_MTP
 from .mtp_layout import MTPLayout
 from .qwen_mtp import QWEN_MTP
@@ -22,6 +25,7 @@ from .speculators import SPECULATORS
 from .trtllm_eagle3 import TRTLLM_EAGLE3
 from .vllm_eagle import VLLM_EAGLE
 from .vllm_eagle3 import VLLM_EAGLE3
+from .vllm_medusa import VLLM_MEDUSA
 
 Exporter = Callable[[LoadedHead, Path | str, Path | str], dict[str, str]]
 """(head, target's folder, folder to write) -> tensor name -> where it is from."""
@@ -36,7 +40,7 @@ class Importer(Protocol):
 
 
 # The first whose tensors a target holds is its own; DeepSeek's names are GLM's, too.
-MTP_LAYOUTS: tuple[MTPLayout, ...] = (QWEN_MTP, MIMO_MTP, GLM_MTP, DEEPSEEK_MTP)
+MTP_LAYOUTS: tuple[MTPLayout, ...] = (QWEN_MTP, MIMO_MTP, ERNIE_MTP, GLM_MTP, DEEPSEEK_MTP)
 EAGLE_LAYOUTS: tuple[EagleLayout, ...] = (
     EAGLE,
     VLLM_EAGLE,
@@ -47,9 +51,11 @@ EAGLE_LAYOUTS: tuple[EagleLayout, ...] = (
     TRTLLM_EAGLE3,
     SPECULATORS,
 )
+MEDUSA_LAYOUTS: tuple[MedusaLayout, ...] = (MEDUSA, VLLM_MEDUSA)
 
 LAYOUTS: dict[str, tuple[Exporter, Importer]] = {
-    one.name: (one.write, one.read) for one in (*reversed(MTP_LAYOUTS), *EAGLE_LAYOUTS)
+    one.name: (one.write, one.read)
+    for one in (*reversed(MTP_LAYOUTS), *EAGLE_LAYOUTS, *MEDUSA_LAYOUTS)
 }
 
 

@@ -39,4 +39,5 @@ DEEPSEEK_MTP = MTPLayout(
     counts=(("", "num_nextn_predict_layers"),),
     families=("",),
     mask_position_zero=None,
+    engines=("model.decoder.",),
 )

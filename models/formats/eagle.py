@@ -97,7 +97,7 @@ def with_plain_rope(config: dict[str, Any]) -> dict[str, Any]:
 def _configure(
     config: dict[str, Any], loader: Loader, loaded: LoadedHead, target: Path
 ) -> dict[str, Any]:
-    return with_plain_rope(config) | {"bias": False}
+    return with_plain_rope(config) | {"bias": loaded.head.config.projection_bias}
 
 
 EAGLE = EagleLayout("eagle", "eagle", SAFEAILAB, _configure)

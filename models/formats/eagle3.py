@@ -77,6 +77,28 @@ def eagle3_runs(
         "recycled": "its output before the norm",
         "layers": int(keys.need("num_hidden_layers")),
         "draft_ids": mapped(tensors) if reduced else None,
+        "fed": "none",
+    }
+
+
+def norm_before_fc(keys: Keys) -> str:
+    """A norm before `fc` as vLLM and SGLang read it: none; all, over all states side by side
+    (`norm_before_fc`, in `eagle_config` first); each (`fc_norm`)."""
+    whole = keys.get("eagle_config.norm_before_fc", keys.get("norm_before_fc", False))
+    if whole and keys.get("fc_norm", False):
+        raise Stopped("norm_before_fc and fc_norm are one or the other")
+    return "all" if whole else "each" if keys.get("fc_norm", False) else "none"
+
+
+def fed_norms(keys: Keys, count: int) -> Made:
+    """The parameters of such norms over `count` states."""
+    kind = norm_before_fc(keys)
+    size = int(keys.get("target_hidden_size") or keys.need("hidden_size"))
+    if kind == "all":
+        return {"input_norm.weight": Parameter((count * size,))}
+    return {
+        f"fc_norm.{index}.weight": Parameter((size,))
+        for index in range(count if kind == "each" else 0)
     }
 
 

@@ -19,47 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
-from ..heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
-from ..heads.config import HeadConfig, NormConfig
-from ..heads.families import head_class
-from ..heads.protocol import Head
+from ..heads.checkpoint import LoadedHead
 from ..skeleton import text_config
-from .eagle_config import layer_config, written_config
+from .eagle_config import written_config
 from .eagle_files import (
     EMBEDDING,
     LM_HEAD,
-    draft_ids,
     mend_map,
     read_weights,
     take_copies,
-    targets_own,
 )
+from .eagle_head import never_run, read_head, share_lm_head
+from .eagle_tensors import layout_tensors
 from .facts import differences, facts
 from .loaders import Engine, Loader, Report, few
-
-NOTE = "draftsmith.json"
-_KEEP = "keep the native folder, which this engine runs"
-_EAGLE_NAMES = {
-    "eh_proj.weight": "fc.weight",
-    "enorm.weight": "input_norm1.weight",
-    "hnorm.weight": "input_norm2.weight",
-    "norm.weight": "norm.weight",
-}
-
-
-@dataclass(frozen=True)
-class Written:
-    """An export before it is on disk."""
-
-    tensors: dict[str, Tensor]
-    config: dict[str, Any]
-    origin: dict[str, str]
-    report: Report
+from .written import KEEP, NOTE, Written
 
 
 @dataclass(frozen=True)
@@ -88,22 +66,22 @@ class EagleLayout:
         if loaded.head.kind != self.kind:
             raise ValueError(
                 f"the {self.name} layout holds {self.kind} heads, this one is of kind "
-                f"{loaded.head.kind}: {_KEEP}"
+                f"{loaded.head.kind}: {KEEP}"
             )
         trained, folder = facts(loaded), Path(target_folder)
         if trained["modules"] != 1:
             raise ValueError(
                 f"the {self.name} layout holds one module, this head has {trained['modules']}: "
-                f"train with head.modules=1, or {_KEEP}"
+                f"train with head.modules=1, or {KEEP}"
             )
         if trained["layer"] not in ("plain", "query-norm"):
             raise ValueError(
                 "every EAGLE class known here runs a Llama-shaped layer, this head has that of "
                 f"{trained['layer']}: train head.kind=mtp where the family has an MTP layout, or "
-                f"{_KEEP}"
+                f"{KEEP}"
             )
         loader = self._loader(trained)
-        tensors, origin = self._tensors(loaded, loader, folder)
+        tensors, origin = layout_tensors(loaded, loader, folder, self.midlayer)
         config = self.configure(
             written_config(loaded.head, loader, tensors), loader, loaded, folder
         )
@@ -111,7 +89,7 @@ class EagleLayout:
         faults = [f"{report.title} {fault}" for fault in report.faults()]
         faults += differences(report.title, report.runs, trained)
         if faults:
-            raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {_KEEP}")
+            raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {KEEP}")
         return Written(tensors, config, origin, report)
 
     def write(
@@ -160,9 +138,9 @@ class EagleLayout:
             if said is not None and said != wanted:
                 faults.append(f"config.json says {name}={said}, the target has {wanted}")
         if not faults:
-            faults = self._unknown(report.runs)
+            faults = never_run(self.kind, report.runs)
         if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
-            faults = _share_lm_head(folder, tensors, Path(target_folder))
+            faults = share_lm_head(folder, tensors, Path(target_folder))
         if faults:
             if report.assumed:
                 faults.append(f"config.json has no {', '.join(report.assumed)}")
@@ -172,7 +150,8 @@ class EagleLayout:
                 f"{folder}: config.json has no {name}; {report.title} takes {_told(value, report)}",
                 stacklevel=2,
             )
-        return self._head(folder, report, tensors, target, note)
+        loader = next(one for one in self.engine.loaders if one.name == report.loader)
+        return read_head(self.kind, folder, report, loader, tensors, target, note, self.midlayer)
 
     def loader_of(self, loaded: LoadedHead) -> Loader:
         """The engine's class for a head; ValueError where there is none."""
@@ -188,7 +167,7 @@ class EagleLayout:
         if fits:
             raise ValueError(
                 f"the {self.name} layout: {self.engine.name} has no class with norms on queries "
-                f"and keys for such a head, and would drop them: {_KEEP}"
+                f"and keys for such a head, and would drop them: {KEEP}"
             )
         classes = "; ".join(
             f"{one.name}: {few(one.norms) or 'none'}" for one in self.engine.loaders
@@ -197,73 +176,8 @@ class EagleLayout:
             f"the {self.name} layout: this head has the norms {few(trained['norms']) or 'none'}, "
             f"and {self.engine.name} has classes for these alone ({classes}); any other norm would "
             f"be refused, dropped or left random there: train with head.norms of one of them, or "
-            f"{_KEEP}"
+            f"{KEEP}"
         )
-
-    def _names(self, head: Head, loader: Loader) -> dict[str, str]:
-        """Our tensor names -> the layout's."""
-        if self.kind == "eagle":
-            found = {}
-            for name in head.state_dict():
-                inside = name.removeprefix("blocks.0.")
-                rest = inside.removeprefix("layer.")
-                theirs = _EAGLE_NAMES[inside] if rest == inside else loader.layer + rest
-                found[name] = loader.prefix + theirs
-            return found
-        first = "midlayer." if self.midlayer and head.num_layers == 1 else "layers.0."
-        own = {
-            "enorm.weight": f"{first}input_layernorm.weight",
-            "hnorm.weight": f"{first}hidden_norm.weight",
-            "lm_head": LM_HEAD,
-        }
-        return {
-            name: own.get(name, first + name.removeprefix("layers.0."))
-            if name in own or name.startswith("layers.0.")
-            else name
-            for name in head.state_dict()
-        }
-
-    def _tensors(
-        self, loaded: LoadedHead, loader: Loader, folder: Path
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        head = loaded.head
-        state = {name: value.detach() for name, value in head.state_dict().items()}
-        tensors = {
-            theirs: state[name].contiguous() for name, theirs in self._names(head, loader).items()
-        }
-        origin = dict.fromkeys(tensors, "trained")
-        for index in range(
-            1, head.num_layers
-        ):  # some classes call it by the one, some by the other
-            name = f"layers.{index}.input_layernorm.weight"
-            if name in tensors:
-                twin = f"layers.{index}.hidden_norm.weight"
-                tensors[twin], origin[twin] = tensors[name].clone(), f"trained (equal to {name})"
-        if loader.all_biases:
-            for name in [name for name in tensors if name.endswith("q_proj.bias")]:
-                lacking = name.replace("q_proj", "o_proj")
-                if lacking not in tensors:
-                    size, kind = int(head.target_config.hidden_size), tensors[name].dtype
-                    tensors[lacking] = torch.zeros(size, dtype=kind)
-                    origin[lacking] = "filler: zeros, the class has a bias here"
-        size, dtype = int(head.target_config.hidden_size), next(iter(state.values())).dtype
-        for name, what in loader.fills.items():
-            if what in ("zeros", "ones"):
-                tensors[name] = getattr(torch, what)(size, dtype=dtype)
-                origin[name] = f"filler: {what}, the class has a parameter here"
-            else:
-                shape = (int(head.target_config.vocab_size), size)
-                tensors[name] = (
-                    torch.empty(shape, device="meta")
-                    if next(head.parameters()).is_meta
-                    else targets_own(folder, what).clone()
-                )
-                origin[name] = "copied from the target"
-        if self.kind == "eagle3" and loaded.draft_ids is not None:
-            maps = vocabulary_maps(loaded.draft_ids, int(head.target_config.vocab_size))
-            tensors |= maps
-            origin |= dict.fromkeys(maps, "map")
-        return tensors, origin
 
     def _copies(self, tensors: dict[str, Tensor]) -> list[str]:
         """Tensors of the target that are not loaded: its embedding, and of an EAGLE folder its
@@ -282,88 +196,6 @@ class EagleLayout:
             for name, what in loader.fills.items()
             if what not in ("zeros", "ones")
         }
-
-    def _unknown(self, runs: dict[str, Any]) -> list[str]:
-        """What the engine runs and this one does not."""
-        told = [
-            f"it runs {name} {runs[name]}, which no {self.kind} head here does"
-            for name, only in (("modules", 1), ("factors", (1.0, 1.0, 1.0)))
-            if runs.get(name, only) != only
-        ]
-        if self.kind == "eagle" and runs["layers"] != 1:
-            told.append(f"it has {runs['layers']} layers, an eagle head here has one")
-        return told
-
-    def _head(
-        self, folder: Path, report: Report, tensors: dict[str, Tensor], target: Any, note: Any
-    ) -> LoadedHead:
-        runs, vocab_size = report.runs, int(target.vocab_size)
-        norms = NormConfig(**{name: name in runs["norms"] for name in vars(NormConfig())})
-        after = runs["recycled"] == "its output after the norm"
-        if self.kind == "eagle":
-            config = HeadConfig(
-                "eagle", norms=norms, recycle_raw="output" in runs["norms"] and not after
-            )
-        else:
-            chosen = tuple(runs["boundaries"])
-            usual = head_class("eagle3").reads
-            layers = int(target.num_hidden_layers)
-            plain = layers >= 7 and usual(HeadConfig("eagle3"), layers) == chosen
-            config = HeadConfig(
-                "eagle3",
-                num_layers=runs["layers"],
-                boundaries=() if plain else chosen,
-                norm_before_residual=runs["residual"] == "post-norm",
-                norm_output=after,
-            )
-        ids = draft_ids(folder, tensors, vocab_size) if self.kind == "eagle3" else None
-        loader = next(one for one in self.engine.loaders if one.name == report.loader)
-        layer = layer_config(runs, tensors, target)
-        head = head_class(self.kind)(config, layer, None if ids is None else len(ids))
-        names = {name: loader.rename(theirs) for name, theirs in self._names(head, loader).items()}
-        found = {loader.rename(name): value for name, value in tensors.items()}
-        state = {name: found[theirs].float() for name, theirs in names.items()}
-        self._refuse_unheld(folder, found, set(names.values()), loader)
-        head.load_state_dict(state)
-        note.pop("layout", None)
-        noted = note.pop("draft_ids", None)
-        if noted is not None:
-            ids = read_vocabulary(
-                vocabulary_maps(torch.tensor(noted), vocab_size), vocab_size, str(folder)
-            )
-        return LoadedHead(head, ids, note)
-
-    def _refuse_unheld(
-        self, folder: Path, found: dict[Any, Tensor], used: set[Any], loader: Loader
-    ) -> None:
-        """Whatever is left must be without effect: fillers, zero biases, twins of a norm."""
-        for name, value in found.items():
-            if name in used or name in (None, "d2t", "t2d"):
-                continue
-            if loader.fills.get(str(name), "zeros") != "zeros":
-                continue  # never run, or the target's
-            twin = found.get(str(name).replace("hidden_norm", "input_layernorm"))
-            if str(name).endswith("hidden_norm.weight") and twin is not None:
-                if torch.equal(value, twin):
-                    continue
-                raise ValueError(
-                    f"{folder}: {name} differs from the input_layernorm beside it, of which "
-                    "engines read one or the other; the folder would run differently in each"
-                )
-            if str(name).endswith(".bias") and not bool(value.any()):
-                continue
-            raise ValueError(
-                f"{folder}: {name} is not zero, and no head here has it; it cannot be held"
-            )
-
-
-def _share_lm_head(folder: Path, tensors: dict[str, Tensor], target: Path) -> list[str]:
-    """The target's lm_head, which engines take for a whole vocabulary where the folder has none."""
-    if "d2t" in tensors:
-        return [f"there is no {LM_HEAD} for the ids of d2t"]
-    warnings.warn(f"{folder}: no {LM_HEAD}; the target's own is taken", stacklevel=3)
-    tensors[LM_HEAD] = targets_own(target, LM_HEAD)
-    return []
 
 
 def _told(value: Any, report: Report) -> str:

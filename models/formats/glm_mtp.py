@@ -24,4 +24,5 @@ GLM_MTP = MTPLayout(
     families=("glm4",),
     recycle_raw=True,
     mask_position_zero=None,
+    engines=("model.decoder.",),
 )

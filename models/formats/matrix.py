@@ -16,63 +16,23 @@ from transformers import AutoConfig
 from ..heads.checkpoint import LoadedHead
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.families import head_class
-from . import EAGLE_LAYOUTS, MTP_LAYOUTS
-from .eagle_layout import EagleLayout
+from . import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, MTP_LAYOUTS
 from .mtp_layout import MTPLayout
+from .runs import MTP_OTHERWISE, mtp_classes
+from .written import KEEP
 
-MTP_CLASSES: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
-    "deepseek-mtp": (
-        (
-            "deepseek_v3",
-            {
-                "vLLM": "DeepSeekMTPModel",
-                "SGLang": "DeepseekV3ForCausalLMNextN",
-                "TensorRT-LLM": "its MTP worker",
-            },
-        ),
-    ),
-    "glm-mtp": (
-        (
-            "glm4_moe",
-            {
-                "vLLM": "Glm4MoeMTPModel",
-                "SGLang": "Glm4MoeForCausalLMNextN",
-                "TensorRT-LLM": "its MTP worker",
-            },
-        ),
-    ),
-    "qwen-mtp": (
-        (
-            "qwen3_next",
-            {
-                "vLLM": "Qwen3NextMTP",
-                "SGLang": "Qwen3NextForCausalLMMTP",
-                "TensorRT-LLM": "its MTP worker",
-            },
-        ),
-        (
-            "qwen3_5",
-            {
-                "vLLM": "Qwen3_5MTP",
-                "SGLang": "Qwen3_5ForCausalLMMTP",
-                "TensorRT-LLM": "its MTP worker",
-            },
-        ),
-    ),
-    "mimo-mtp": (("mimo", {"vLLM": "MiMoMTPModel", "SGLang": "MiMoMTP"}),),
-}
-"""Layout -> (start of the target's model_type, engine -> its class)."""
-
-ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab")
+ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "authors")
 _COLUMN = {
-    "eagle": "SafeAILab",
+    "eagle": "authors",
     "vllm-eagle": "vLLM",
     "sglang-eagle": "SGLang",
-    "eagle3": "SafeAILab",
+    "eagle3": "authors",
     "vllm-eagle3": "vLLM",
     "sglang-eagle3": "SGLang",
     "trtllm-eagle3": "TensorRT-LLM",
     "speculators": "vLLM",
+    "medusa": "authors",
+    "vllm-medusa": "vLLM",
 }
 
 _SHAPE: dict[str, Any] = {
@@ -132,6 +92,13 @@ TARGETS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "ERNIE-4.5": {
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 32,
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_layer_end_index": 6,
+    },
     "Qwen3-Next": {
         "model_type": "qwen3_next",
         "head_dim": 16,
@@ -144,6 +111,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 _LINEAR = ("qwen3_next",)
 _NONE = NormConfig(False, False, False, False)
+_ERNIE = HeadConfig(norms=NormConfig(output=False), mask_position_zero=True)
 HEADS: dict[str, HeadConfig] = {
     "`mtp`": HeadConfig(),
     "`mtp`, two modules": HeadConfig(modules=2),
@@ -161,70 +129,49 @@ HEADS: dict[str, HeadConfig] = {
     "`eagle3`, other boundaries": HeadConfig("eagle3", boundaries=(3, 5, 7)),
     "`eagle3`, norm_before_residual": HeadConfig("eagle3", norm_before_residual=True),
     "`eagle3`, norm_output": HeadConfig("eagle3", norm_output=True),
-    "`medusa`": HeadConfig("medusa", norms=_NONE),
+    "`medusa`": HeadConfig("medusa", modules=3, norms=_NONE),
+    "`medusa`, five heads": HeadConfig("medusa", modules=5, norms=_NONE),
+    "`medusa`, five heads, own_lm_heads": HeadConfig(
+        "medusa", modules=5, own_lm_heads=True, norms=_NONE
+    ),
 }
-
-
-def where(loaded: LoadedHead, layout: str) -> str:
-    """What runs a head in a layout that holds it, for the user."""
-    eagle = next((one for one in EAGLE_LAYOUTS if one.name == layout), None)
-    if eagle is not None:
-        loader = eagle.loader_of(loaded)
-        hint = (
-            "; give it eagle3_layers_to_capture="
-            f"{{{', '.join(str(k - 1) for k in loaded.head.boundaries)}}}"
-            if layout == "trtllm-eagle3"
-            else ""
-        )
-        return f"runs in {eagle.engine.name} as {loader.name}{hint}"
-    found = mtp_classes(layout, loaded.head.target_config)
-    if not found:
-        return (
-            f"no engine has a class for such a head of a {loaded.head.target_config.model_type} "
-            "target; it runs in this engine alone"
-        )
-    return "runs in " + ", ".join(f"{engine} as {name}" for engine, name in found.items())
-
-
-def mtp_classes(layout: str, target: Any) -> dict[str, str]:
-    """Engine -> its class for MTP modules of a target in such a layout."""
-    kind = str(target.model_type)
-    found = (classes for start, classes in MTP_CLASSES[layout] if kind.startswith(start))
-    return next(found, {})
 
 
 def cell(loaded: LoadedHead) -> dict[str, tuple[bool, str]]:
     """Engine -> (whether it runs the head, its class or the reason why not)."""
     told: dict[str, tuple[bool, str]] = {}
-    for layout in (*EAGLE_LAYOUTS, *MTP_LAYOUTS):
-        if isinstance(layout, EagleLayout):
-            if layout.kind != loaded.head.kind or layout.name == "speculators":
-                continue  # a speculators folder is vLLM's too, with the same classes
-            try:
-                report = layout.plan(loaded, Path()).report
-            except ValueError as error:
-                told[_COLUMN[layout.name]] = False, _plain(str(error), layout)
-            else:
-                told[_COLUMN[layout.name]] = True, report.loader
-            continue
-        if loaded.head.kind == "mtp":
-            told |= _mtp(layout, loaded)
+    for layout in (*EAGLE_LAYOUTS, *MEDUSA_LAYOUTS):
+        if layout.kind != loaded.head.kind or layout.name == "speculators":
+            continue  # a speculators folder is vLLM's too, with the same classes
+        try:
+            report = layout.plan(loaded, Path()).report
+        except ValueError as error:
+            told[_COLUMN[layout.name]] = False, _plain(str(error), layout.name)
+        else:
+            told[_COLUMN[layout.name]] = True, report.loader
+    for layout in MTP_LAYOUTS if loaded.head.kind == "mtp" else ():
+        told |= _mtp(layout, loaded)
     return told
 
 
 def _mtp(layout: MTPLayout, loaded: LoadedHead) -> dict[str, tuple[bool, str]]:
     classes = mtp_classes(layout.name, loaded.head.target_config)
+    if not classes:
+        return {}
+    otherwise = MTP_OTHERWISE.get(layout.name, {})
     try:
         layout.check(loaded)
     except ValueError as error:
-        return dict.fromkeys(classes, (False, str(error)))
-    return {engine: (True, name) for engine, name in classes.items()}
+        return dict.fromkeys([*classes, *otherwise], (False, str(error)))
+    told = {engine: (True, name) for engine, name in classes.items()}
+    for report, faults in layout.judge(loaded):
+        if faults:
+            told[report.engine.split()[0]] = False, "; ".join(faults)
+    return told | {engine: (False, reason) for engine, reason in otherwise.items()}
 
 
-def _plain(reason: str, layout: EagleLayout) -> str:
-    return reason.removeprefix(f"the {layout.name} layout: ").removesuffix(
-        ". Or keep the native folder, which this engine runs"
-    )
+def _plain(reason: str, layout: str) -> str:
+    return reason.removeprefix(f"the {layout} layout: ").removesuffix(f". Or {KEEP}")
 
 
 def head_of(config: HeadConfig, target: dict[str, Any]) -> LoadedHead:
@@ -256,8 +203,6 @@ def page() -> str:
             found = dict.fromkeys(ENGINES, here)
         if config.kind == "mtp" and not found:
             found = dict.fromkeys(ENGINES, (False, "the family has no MTP class there"))
-        if config.kind == "medusa":
-            found = dict.fromkeys(ENGINES, (False, "no class in a current engine"))
         cells: list[str] = []
         for engine in ENGINES:
             runs, words = found.get(engine, (False, "no class for this kind of head"))
@@ -274,9 +219,12 @@ def page() -> str:
             config = HEADS[title]
             if family == "GLM-4.5" and config.kind == "mtp":
                 config, title = HeadConfig(recycle_raw=True), "`mtp`, recycle_raw"
+            if family == "ERNIE-4.5" and config.kind == "mtp":
+                config, title = _ERNIE, "`mtp` of its own kind"
             families.append(row(f"{family}: {title}", config, target))
     told = [f"{index}. {text}" for index, text in enumerate(notes, 1)]
-    versions = ", ".join(dict.fromkeys(one.engine.name for one in EAGLE_LAYOUTS))
+    layouts = (*EAGLE_LAYOUTS, *MEDUSA_LAYOUTS)
+    versions = ", ".join(dict.fromkeys(one.engine.name for one in layouts))
     return "\n".join(
         [
             "# Where a head runs",
@@ -285,9 +233,11 @@ def page() -> str:
             "`draftsmith export` themselves, on heads without data; a test holds the page against",
             "the code. The classes were read from the engines' sources:",
             f"{versions}.",
-            "A `speculators` folder runs in vLLM by the same classes as `vllm-eagle3`. Publishing",
-            "and reading: [MTP](formats/mtp.md), [EAGLE](formats/eagle.md),",
-            "[EAGLE-3](formats/eagle3.md).",
+            "A `speculators` folder runs in vLLM by the same classes as `vllm-eagle3`. vLLM 0.33",
+            "has no Medusa any more. The column of the authors is SafeAILab's code for EAGLE,",
+            "FasterDecoding's for Medusa's. Publishing and reading:",
+            "[MTP](formats/mtp.md), [EAGLE](formats/eagle.md), [EAGLE-3](formats/eagle3.md),",
+            "[Medusa](formats/medusa.md).",
             "",
             "## Heads of a Llama-family target",
             "",

@@ -30,4 +30,5 @@ MIMO_MTP = MTPLayout(
     families=("qwen2", "mimo"),
     hidden_first=True,
     mask_position_zero=True,
+    engines=("model.layers.{layer}.",),
 )

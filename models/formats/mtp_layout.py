@@ -4,39 +4,42 @@ A layout says where those tensors lie and how the family runs them (`MTPLayout`)
 and their refusals are here, once. Such a folder holds
 
     mtp.safetensors     the modules' tensors, and copies of the target's where the layout has them
+    *.safetensors       the target's, linked; model.safetensors.index.json names them all
     config.json         the target's, and how many modules there are
     draftsmith.json     what the layout has no place for: the target's fingerprint, the draft ids
 
-Reading takes that folder or the target's whole checkpoint. No layout has a place for a reduced
+and the target's tokenizer, so that an engine serves it as it lies. Reading takes that folder, one
+with the first file alone, or the target's own checkpoint. No layout has a place for a reduced
 vocabulary: the lm_head is the target's own, so an engine drafts from all of it.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from ..files import atomic_write_bytes, atomic_write_json, changes, read_json
+from ..files import atomic_write_json, changes, read_json
 from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
-from ..heads.config import HeadConfig
+from ..heads.config import HeadConfig, NormConfig
 from ..heads.mtp import MTPHead
 from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
 from .facts import differences, facts
 from .loaders import Report
+from .merged import merge
 from .mtp_loaders import MTPNames, engines, has_class
+from .quantised import dequantise, leave_plain
+from .written import NOTE
 
-_FILE = "mtp.safetensors"
-_NOTE = "draftsmith.json"
-_SCALE = "weight_scale_inv"
 _SAID_APART = (
     "_name_or_path",
     "dtype",
@@ -64,6 +67,9 @@ class MTPLayout:
         most: modules that it can hold, None for any number.
         hidden_first, recycle_raw, norm_style: how engines run it. mask_position_zero: the same;
             None where they differ and the layout may be read either way.
+        layer_as: the target's configuration -> one whose last layer is as the modules' are.
+        engines: what engines call a module where not as the checkpoint does, from {layer}, its
+            number after the target's layers.
     """
 
     name: str
@@ -80,11 +86,41 @@ class MTPLayout:
     recycle_raw: bool = False
     mask_position_zero: bool | None = False
     norm_style: str = "rms"
+    layer_as: Callable[[Any], Any] = copy.deepcopy
+    engines: tuple[str, ...] = ()
+
+    def plan(
+        self, loaded: LoadedHead, target_folder: Path | str
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The modules' tensors and where each is from; a head on the meta device needs no target.
+
+        Raises:
+            ValueError: a head that the layout cannot hold.
+        """
+        self.check(loaded)
+        head = loaded.head
+        assert isinstance(head, MTPHead)
+        first = self._first(head.target_config)
+        tensors = {
+            self._foreign(name, first): value.detach().contiguous()
+            for name, value in spelt(skeleton(head.target_config), head.state_dict()).items()
+        }
+        origin, config = dict.fromkeys(tensors, "trained"), head.target_config
+        for name, theirs in self.copies.items():
+            if next(head.parameters()).is_meta:
+                copied = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+            else:
+                copied = _read(tensor_files(Path(target_folder)), theirs)
+            for module in range(head.num_modules):
+                tensors[self._prefix(first + module) + name] = copied.clone()
+        return tensors, origin | {
+            name: "copied from the target" for name in tensors if name not in origin
+        }
 
     def write(
         self, loaded: LoadedHead, target_folder: Path | str, out: Path | str
     ) -> dict[str, str]:
-        """Write the modules' tensors and the target's configuration extended by them.
+        """Write the target's checkpoint with the modules in it.
 
         Args:
             loaded: the head. target_folder: its target. out: folder to write.
@@ -93,29 +129,21 @@ class MTPLayout:
         Raises:
             ValueError: a head that the layout cannot hold.
         """
-        self.check(loaded)
+        tensors, origin = self.plan(loaded, target_folder)
         head, out = loaded.head, Path(out)
         assert isinstance(head, MTPHead)
         first = self._first(head.target_config)
-        tensors = {
-            self._foreign(name, first): value.detach().contiguous()
-            for name, value in spelt(skeleton(head.target_config), head.state_dict()).items()
-        }
-        origin = dict.fromkeys(tensors, "trained")
-        files = tensor_files(Path(target_folder))
-        for name, theirs in self.copies.items():
-            copied = _read(files, theirs)
-            for module in range(head.num_modules):
-                tensors[self._prefix(first + module) + name] = copied.clone()
-        origin |= {name: "copied from the target" for name in tensors if name not in origin}
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(out / _FILE, save(tensors, metadata={"format": "pt"}))
         config = read_json(Path(target_folder) / "config.json")
         _text(config)[self._count(config)] = head.num_modules
+        matrices = [
+            name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1
+        ]
+        config = leave_plain(config, self._prefixes(head), matrices)
+        merge(Path(target_folder), out, tensors, lambda name: self._parts(name, first) is not None)
         atomic_write_json(out / "config.json", config)
         note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
         note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
-        atomic_write_json(out / _NOTE, note | {"layout": self.name})
+        atomic_write_json(out / NOTE, note | {"layout": self.name})
         return origin
 
     def read(self, folder: Path | str, target_folder: Path | str | None = None) -> LoadedHead:
@@ -148,8 +176,8 @@ class MTPLayout:
                 f"{folder}: config.json says {key}={said}, the files hold {count} MTP modules; "
                 "one of them is of another checkpoint"
             )
-        note = read_json(folder / _NOTE) if (folder / _NOTE).exists() else {}
-        head = MTPHead(self._config(count, note), target_config)
+        note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
+        head = MTPHead(self._config(count, note), self.layer_as(target_config))
         found: dict[str, Tensor] = {}
         for name, (module, rest) in mine.items():
             if rest in self.copies:
@@ -157,13 +185,13 @@ class MTPLayout:
                 self._compare(name, self.copies[rest], files, place)
             elif not rest.endswith("rotary_emb.inv_freq"):  # follows from the configuration
                 found[self._prefix(first + module) + rest] = _read(files, name)
-        _dequantise(found, raw)
+        dequantise(found, raw)
         self._take(folder, head, found, first)
         note.pop("layout", None)
         draft_ids = note.pop("draft_ids", None)
         if draft_ids is not None:
             maps = vocabulary_maps(torch.tensor(draft_ids), int(target_config.vocab_size))
-            draft_ids = read_vocabulary(maps, int(target_config.vocab_size), str(folder / _NOTE))
+            draft_ids = read_vocabulary(maps, int(target_config.vocab_size), str(folder / NOTE))
         return LoadedHead(head, draft_ids, note)
 
     def belongs(self, model_type: str, names: dict[str, Path], target_config: Any) -> bool:
@@ -180,16 +208,30 @@ class MTPLayout:
         title = f"the {self.title} layout"
         if not isinstance(head, MTPHead) or head.kind != "mtp":
             raise ValueError(f"{title} holds mtp heads, this one is of kind {head.kind}: {remedy}")
-        off = [name for name, on in vars(config.norms).items() if not on]
-        if off:
+        for name, on in vars(config.norms).items():
+            if on != getattr(self.norms, name):
+                told = (
+                    f"no norm {name}, which this head was trained with; an engine would drop it"
+                    if on
+                    else f"a norm {name}, which this head was trained without; an engine would "
+                    "leave it uninitialised"
+                )
+                raise ValueError(
+                    f"{title} has {told}: train with head.norms.{name}={str(not on).lower()} or "
+                    f"{remedy}"
+                )
+        differing = changes(
+            head.target_config.to_dict(), self.layer_as(head.target_config).to_dict()
+        )
+        if differing:
             raise ValueError(
-                f"{title} has the norms {', '.join(off)}, which this head was trained without; an "
-                "engine would leave them uninitialised: train with head.norms.*=true or "
-                f"{remedy}"
+                f"{title} holds another decoder layer than the target's last ({differing[0]}): "
+                f"start from head.init.source=target-mtp, which brings it, or {remedy}"
             )
         wanted: dict[str, Any] = {
             "hidden_first": self.hidden_first,
             "recycle_raw": self.recycle_raw,
+            "projection_bias": False,
         }
         if self.mask_position_zero is not None:
             wanted["mask_position_zero"] = self.mask_position_zero
@@ -249,6 +291,11 @@ class MTPLayout:
         count = self._count(_text(config))
         return MTPNames(self.prefix, self.own, self.layer, self.after_layers, count)
 
+    @property
+    def norms(self) -> NormConfig:
+        """Those of a module."""
+        return NormConfig(output="norm.weight" in self.own)
+
     def _config(self, modules: int, note: dict[str, Any]) -> HeadConfig:
         mask = self.mask_position_zero
         if mask is None:
@@ -259,6 +306,7 @@ class MTPLayout:
             hidden_first=self.hidden_first,
             recycle_raw=self.recycle_raw,
             mask_position_zero=mask,
+            norms=self.norms,
         )
 
     def _take(self, folder: Path, head: MTPHead, found: dict[str, Tensor], first: int) -> None:
@@ -302,6 +350,15 @@ class MTPLayout:
     def _count(self, config: dict[str, Any]) -> str:
         kind = str(config.get("model_type"))
         return next(key for start, key in self.counts if kind.startswith(start))
+
+    def _prefixes(self, head: MTPHead) -> dict[str, str]:
+        """What engines' names of the modules begin with -> the checkpoint's."""
+        layers, found = int(head.target_config.num_hidden_layers), dict[str, str]()
+        for module in range(head.num_modules):
+            here = self._prefix(self._first(head.target_config) + module)
+            spelt = [name.format(layer=layers + module) for name in self.engines]
+            found |= dict.fromkeys([here, *spelt], here)
+        return found
 
     def _prefix(self, index: int) -> str:
         return self.prefix.format(index=index)
@@ -353,20 +410,6 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
         raise ValueError(f"no tensor {name!r} in {sorted({str(path) for path in files.values()})}")
     with safe_open(files[name], framework="pt") as file:
         return file.get_tensor(name)
-
-
-def _dequantise(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Float8 matrices with a scale for each block of rows and columns, as float32; the scales are
-    taken out."""
-    settings = config.get("quantization_config") or {}
-    rows, columns = settings.get("weight_block_size") or (128, 128)
-    for name in [name for name in tensors if name.endswith(_SCALE)]:
-        matrix = name.removesuffix("_scale_inv")
-        if matrix not in tensors:
-            continue  # told as unknown
-        weight, scale = tensors[matrix].float(), tensors.pop(name).float()
-        scale = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-        tensors[matrix] = weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 def _few(names: list[str]) -> str:

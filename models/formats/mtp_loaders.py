@@ -11,8 +11,8 @@ Qwen3NextMTP and MiMoMTPModel raise where the target's lm_head is tied, since th
 
 SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), the rest
 random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says nothing,
-Qwen3-Next's and MiMo's raise; a `.bias` is dropped. DeepSeek's and GLM's take one module and no
-more; MiMo's loads every module over the one before.
+Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's and GLM's
+take one module and no more; MiMo's loads every module over the one before.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ class MTPClass:
     Attributes:
         name: as the engine registers it. family: start of the model_type. whole: the engine refuses
             to start where a parameter of an unquantised target has no tensor; else norms stay one
-            or zero and the rest random. unexpected: see `Loader`. counted: it looks at the modules
-            that config.json counts, not at every one. copies: tensors of a module that it makes, by
-            the ends of their names -> what becomes of one that is missing; those it does not make
-            it skips knowingly. one: the number of modules that it stops at. first: it runs the
-            first module alone. merged: each module is loaded over the one before.
-        present: it raises where a whole module is missing. own_lm_head: it raises where the target
-            has none of its own. default: modules where config.json has no number; None needs it.
-        recycled: as `facts` says it; None where it is another than the layout's from the second
-            draft on. masked: the embedding at position 0 is zeroed; None where the layout holds
-            both.
+            or zero and the rest random. unexpected: see `Loader`.
+        counted: it looks at the modules that config.json counts, not at every one.
+        copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
+            that is missing; those it does not make it skips knowingly.
+        one: the number of modules that it stops at. first: it runs the first module alone.
+        merged: each module is loaded over the one before. present: it raises where a whole module
+            is missing. own_lm_head: it raises where the target has none of its own.
+        default: modules where config.json has no number; None needs it.
+        norms: our names of those that it runs. recycled: as `facts` says it; None where it is
+            another than the layout's from the second draft on. masked: the embedding at position 0
+            is zeroed; None where the layout holds both.
     """
 
     name: str
@@ -86,6 +87,7 @@ class MTPClass:
     present: bool = False
     own_lm_head: bool = False
     default: int | None = None
+    norms: tuple[str, ...] = ("embedding", "hidden", "attention_input", "output")
     recycled: str | None = "its output after the norm"
     masked: bool | None = None
     order: tuple[str, str] = ("embedding", "hidden")
@@ -156,6 +158,18 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
         ),
         SGLANG: (
             MTPClass("MiMoMTP", "mimo", merged=True, order=("hidden", "embedding"), masked=True),
+        ),
+    },
+    "ernie-mtp": {
+        SGLANG: (
+            MTPClass(
+                "Ernie4_5_MoeForCausalLMMTP",
+                "ernie4_5_moe",
+                present=True,
+                norms=("embedding", "hidden", "attention_input"),
+                recycled="its output",
+                masked=True,
+            ),
         ),
     },
 }
@@ -229,6 +243,8 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
             start = prefix(target, module)
             for name, shape in module_shapes(target.to_json_string(use_diff=False)).items():
                 inside = name.removeprefix("layer.")
+                if inside == name and name not in names.own:
+                    continue  # a norm that the layout's modules do not have
                 theirs = names.own[name] if inside == name else names.layer + inside
                 alone = "raise" if one.whole and not quantised else "random"
                 if not one.whole and len(shape) == 1 and name.endswith("norm.weight"):
@@ -248,7 +264,7 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
             if one.present and not any(name.startswith(start) for name in tensors):
                 raise Stopped(f"the weights of MTP module {start.rstrip('.')} are missing")
         told: dict[str, Any] = {
-            "norms": ("embedding", "hidden", "attention_input", "output"),
+            "norms": one.norms,
             "order": one.order,
             "style": one.style,
             "modules": 1 if one.first or one.merged else count,
@@ -277,7 +293,7 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         runs,
         rename,
         unexpected=one.unexpected,
-        spared=(".bias",),
+        spared=() if names.prefix == "model.mtp_" else (".bias",),
         looks=looks,
     )
 

@@ -17,7 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from ..heads.checkpoint import LoadedHead
-from .eagle3 import FOUR_NORMS, eagle3_made, eagle3_runs, to_first, usual, with_vocabulary
+from .eagle3 import (
+    FOUR_NORMS,
+    eagle3_made,
+    eagle3_runs,
+    fed_norms,
+    norm_before_fc,
+    to_first,
+    usual,
+    with_vocabulary,
+)
 from .eagle_layout import EagleLayout
 from .loaders import Engine, Keys, Loader, Made, Parameter, Stopped, layer_made, read_rope
 from .sglang_eagle import VERSION
@@ -32,6 +41,7 @@ def _made(keys: Keys, target: Any) -> Made:
     rows, vocabulary = keys.need("draft_vocab_size"), keys.need("vocab_size")
     reduced = rows not in (None, vocabulary)
     made = eagle3_made(keys, count, "zeros" if reduced else "unused", biases=inner)
+    made |= fed_norms(keys, count)
     if keys.get("bias", False):
         made["fc.bias"] = Parameter((int(keys.need("hidden_size")),))
     if keys.get("tie_word_embeddings", False):
@@ -47,9 +57,8 @@ def _made(keys: Keys, target: Any) -> Made:
 
 
 def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    for name in ("norm_before_fc", "fc_norm", "use_aux_norm"):
-        if keys.get(f"eagle_config.{name}", False) or keys.get(name, False):
-            raise Stopped(f"{name}=true: a norm before fc, which no head here has")
+    if keys.get("eagle_config.use_aux_norm", False) or keys.get("use_aux_norm", False):
+        raise Stopped("use_aux_norm=true: a norm that no head here has")
     ids = keys.get(NESTED, "usual", guess=True)
     boundaries = usual(target) if ids in ("usual", None) else tuple(sorted(k + 1 for k in ids))
     if len(boundaries) == 1 and not keys.get("target_hidden_size"):
@@ -60,6 +69,7 @@ def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]
             f"and {list(boundaries)} are asked for: train with head.boundaries among those"
         )
     runs = eagle3_runs(keys, read_rope(keys), boundaries, tensors)
+    runs["fed"] = norm_before_fc(keys)
     if keys.get("norm_output", False):
         runs["recycled"] = "its output after the norm"
     return runs

@@ -13,9 +13,9 @@ from ..skeleton import text_config
 from ..trunk import tensor_files
 from . import MTP_LAYOUTS, layout
 from .eagle_files import weight_names
-from .eagle_layout import NOTE
 from .mtp_layout import MTPLayout
 from .vllm_eagle3 import IDS
+from .written import NOTE
 
 TARGET_MTP, NATIVE = "target-mtp", "native"
 
@@ -92,6 +92,10 @@ def layout_of(folder: Path | str) -> str:
     if "speculators_model_type" in config:
         return "speculators"
     named = str((config.get("architectures") or [""])[0])
+    if config.get("model_type") == "medusa" and "num_heads" in config:
+        return "vllm-medusa"
+    if "medusa_num_heads" in config:
+        return "medusa"
     names = weight_names(folder)
     inner = {name.removeprefix("model.") for name in names}
     if "d2t" in inner or any("midlayer." in n or n.endswith("hidden_norm.weight") for n in inner):

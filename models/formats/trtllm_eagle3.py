@@ -65,7 +65,7 @@ def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]
         ):
             raise Stopped(f"eagle_config.{name} makes another head of it than any here")
     if keys.get("fc_norm", False):
-        raise Stopped("fc_norm=true: a norm before fc, which no head here has")
+        raise Stopped("fc_norm=true: a norm before fc, which the class has in a way of its own")
     keys.need("torch_dtype")
     boundaries = _captured(keys, target)
     if boundaries[0] < 1:

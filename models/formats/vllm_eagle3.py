@@ -23,6 +23,8 @@ from .eagle3 import (
     FOUR_NORMS,
     eagle3_made,
     eagle3_runs,
+    fed_norms,
+    norm_before_fc,
     to_first,
     usual,
     with_vocabulary,
@@ -76,25 +78,23 @@ def _llama(keys: Keys, target: Any) -> Made:
     every = bool(keys.get("attention_bias", False))
     outer = every or bool(keys.get("bias", False))
     kind = {"biases": (QKV if every else ()) + (("o_proj",) if outer else ()) + mlp_biases(keys)}
-    return eagle3_made(keys, _aux_count(keys, False), _map(keys, target), **kind) | _further(
-        keys, **kind
-    )
+    count = _aux_count(keys, False)
+    made = eagle3_made(keys, count, _map(keys, target), **kind) | _further(keys, **kind)
+    return made | fed_norms(keys, count)
 
 
 def _qwen3(keys: Keys, target: Any) -> Made:
     kind = {"biases": QKV if keys.get("attention_bias", False) else (), "query_norms": True}
-    return eagle3_made(keys, _aux_count(keys, True), _map(keys, target), **kind) | _further(
-        keys, **kind
-    )
+    count = _aux_count(keys, True)
+    made = eagle3_made(keys, count, _map(keys, target), **kind) | _further(keys, **kind)
+    return made | fed_norms(keys, count)
 
 
 def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    for name in ("norm_before_fc", "fc_norm"):
-        if keys.get(f"eagle_config.{name}", False) or keys.get(name, False):
-            raise Stopped(f"{name}=true: a norm before fc, which no head here has")
     ids = keys.get(IDS, "usual", guess=True)
     boundaries = usual(target) if ids in ("usual", None, []) else tuple(sorted(set(ids)))
     runs = eagle3_runs(keys, read_rope(keys), boundaries, tensors)
+    runs["fed"] = norm_before_fc(keys)
     if keys.get("norm_before_residual", False):
         runs["residual"] = "post-norm"
     if keys.get("norm_output", False):
@@ -135,14 +135,10 @@ VLLM3 = Engine(VERSION, _resolve, CLASSES)
 def with_ids(config: dict[str, Any], loaded: LoadedHead) -> dict[str, Any]:
     """The boundaries as vLLM counts them, and inside `eagle_config` as SGLang does."""
     ids = list(loaded.head.boundaries)
-    return config | {
-        IDS: ids,
-        "num_aux_hidden_states": len(ids),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            IDS: [k - 1 for k in ids],
-        },
-    }
+    nested: dict[str, Any] = {"use_aux_hidden_state": True, IDS: [k - 1 for k in ids]}
+    if loaded.head.config.norm_before_fc == "all":
+        nested["norm_before_fc"] = True
+    return config | {IDS: ids, "num_aux_hidden_states": len(ids), "eagle_config": nested}
 
 
 def with_flags(config: dict[str, Any], loaded: LoadedHead) -> dict[str, Any]:
@@ -151,6 +147,8 @@ def with_flags(config: dict[str, Any], loaded: LoadedHead) -> dict[str, Any]:
     return config | {
         "norm_before_residual": recycle.residual == "post-norm",
         "norm_output": recycle.recycled == "post-output-norm",
+        "norm_before_fc": loaded.head.config.norm_before_fc == "all",
+        "fc_norm": loaded.head.config.norm_before_fc == "each",
     }
 
 

@@ -81,6 +81,8 @@ def build_head(
         )
     if target_config is None:
         target_config = text_config(target_folder)
+    if source is not None and _same_sizes(source.head.target_config, target_config):
+        target_config = source.head.target_config  # its layer may be of another kind
     family = head_class(config.kind)
     head = family(config, target_config, None if draft_ids is None else len(draft_ids))
     if source is not None:
@@ -90,3 +92,9 @@ def build_head(
     with torch.no_grad():
         head.start(start)
     return head
+
+
+def _same_sizes(one: Any, other: Any) -> bool:
+    """Whether two configurations describe targets that feed the same heads."""
+    names = ("hidden_size", "num_hidden_layers", "vocab_size")
+    return all(getattr(one, name) == getattr(other, name) for name in names)

@@ -1,5 +1,5 @@
-"""The native head folder: `head.safetensors`, `config.json`, `provenance.json`. Self-contained;
-nothing pickled.
+"""The native head folder: `head.safetensors`, `config.json`, `provenance.json`, `README.md` (the
+model card). Self-contained; nothing pickled.
 
 config.json holds the head's configuration, the `RecycleSpec`, the target's transformers
 configuration and fingerprint, the trained length, and the SHA-256 of head.safetensors. A reduced
@@ -21,9 +21,16 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..files import atomic_write_bytes, atomic_write_json, read_json, sha256_file
+from ..files import (
+    atomic_write_bytes,
+    atomic_write_json,
+    atomic_write_text,
+    read_json,
+    sha256_file,
+)
 from ..provenance import provenance
 from ..skeleton import text_config
+from .card import model_card
 from .config import HeadConfig
 from .families import head_class
 from .protocol import Head
@@ -88,20 +95,19 @@ def save_head(
     weights = folder / "head.safetensors"
     atomic_write_bytes(weights, save(tensors, metadata={"format": "pt", "draftsmith": str(FORMAT)}))
     atomic_write_json(folder / "provenance.json", provenance(config))
-    atomic_write_json(
-        folder / "config.json",
-        {
-            "format": FORMAT,
-            "head": dataclasses.asdict(head.config),
-            "recycle": dataclasses.asdict(head.recycle),
-            "target_config": head.target_config.to_dict(),
-            "target_fingerprint": target_fingerprint,
-            "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
-            "trained_length": trained_length,
-            "training": training or {},
-            "sha256": sha256_file(weights),
-        },
-    )
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        "head": dataclasses.asdict(head.config),
+        "recycle": dataclasses.asdict(head.recycle),
+        "target_config": head.target_config.to_dict(),
+        "target_fingerprint": target_fingerprint,
+        "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
+        "trained_length": trained_length,
+        "training": training or {},
+        "sha256": sha256_file(weights),
+    }
+    atomic_write_text(folder / "README.md", model_card(meta, config))
+    atomic_write_json(folder / "config.json", meta)
 
 
 def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = None) -> LoadedHead:

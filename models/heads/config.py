@@ -16,6 +16,9 @@ _READ_BY = {
     "hidden_first": ("mtp", "eagle"),
     "recycle_raw": ("mtp", "eagle"),
     "mask_position_zero": ("mtp", "eagle"),
+    "own_lm_heads": ("medusa",),
+    "projection_bias": ("mtp", "eagle", "eagle3"),
+    "norm_before_fc": ("eagle3",),
 }
 """Settings that only some kinds read."""
 
@@ -99,6 +102,14 @@ class HeadConfig:
     """mtp, eagle: recycle the state before the output norm instead of after it (GLM)."""
     mask_position_zero: bool = False
     """mtp, eagle: the embedding is zeroed at position 0 of a text (MiMo)."""
+    projection_bias: bool = False
+    """mtp, eagle, eagle3: the projection adds a bias (the authors' first EAGLE heads)."""
+    norm_before_fc: str = "none"
+    """eagle3: a norm on the states before they are fused: none; each, one for each (EAGLE-3.1);
+    all, one over all of them side by side."""
+    own_lm_heads: bool = False
+    """medusa: each of its heads trains an lm_head [Vd, H] of its own, as published; else they read
+    the target's."""
     norms: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
 
@@ -112,7 +123,9 @@ class HeadConfig:
                 f"head.boundaries={list(self.boundaries)}: give them ascending, each once, from 0 "
                 "on; their columns lie side by side in that order"
             )
-        defaults = {"modules": 1, "num_layers": 1, "boundaries": ()}
+        if self.norm_before_fc not in ("none", "each", "all"):
+            raise ValueError(f"head.norm_before_fc={self.norm_before_fc}: none, each or all")
+        defaults = {"modules": 1, "num_layers": 1, "boundaries": (), "norm_before_fc": "none"}
         ignored = [
             f"{name}={getattr(self, name)}"
             for name, kinds in _READ_BY.items()

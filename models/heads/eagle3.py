@@ -1,6 +1,7 @@
 """The EAGLE-3 head (arXiv 2503.01840): raw states of several boundaries, fused.
 
-    g_p = W [h_a ; h_b ; h_c]_p                    step 0; W: [H, B·H] (`fc`), no bias, raw states
+    g_p = W [h_a ; h_b ; h_c]_p                    step 0; W: [H, B·H] (`fc`), raw states, or normed
+                                                   ones (`norm_before_fc`: each, or all as one)
     a_p = attention([enorm(E x_{p+1+k}) ; hnorm(g)])_p        its projections read 2H
     x_p = g_p + a_p;  x_p = x_p + mlp(norm(x_p))   residual g, or hnorm(g) (`norm_before_residual`);
                                                    what is added as in the family's own layer
@@ -51,7 +52,12 @@ class Eagle3Head(Head):
         # The first layer's attention input has the two norms below instead.
         for layer in layers[:1] if norms.attention_input else layers:
             drop_input_norm(layer)
-        self.fc = nn.Linear(len(self.boundaries) * size, size, bias=False)
+        count = len(self.boundaries)
+        self.fc = nn.Linear(count * size, size, bias=config.projection_bias)
+        widths = {"none": [], "each": [size] * count, "all": [count * size]}
+        self.fed_norms = nn.ModuleList(
+            RMSNorm(width, eps, style) for width in widths[config.norm_before_fc]
+        )
         self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
         self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
         self.layers = nn.ModuleList(layers)
@@ -76,8 +82,16 @@ class Eagle3Head(Head):
 
     def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
         """See `Head.feed`."""
-        fused = torch.cat([states[k] for k in self.boundaries], -1)
-        return self.fc(fused.to(self.fc.weight.dtype))
+        return self.fc(self.fused(states))
+
+    def fused(self, states: dict[int, Tensor]) -> Tensor:
+        """What `fc` reads: the states [N, H] side by side, normed as `norm_before_fc` says."""
+        dtype, norms = self.fc.weight.dtype, list(self.fed_norms)
+        parts = [states[k].to(dtype) for k in self.boundaries]
+        if self.config.norm_before_fc == "each":
+            parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+        fused = torch.cat(parts, -1)
+        return norms[0](fused) if self.config.norm_before_fc == "all" else fused
 
     def forward(
         self,
@@ -112,10 +126,14 @@ class Eagle3Head(Head):
         rows = start.trunk.lm_head_weight(start.draft_ids)
         assert self.lm_head is not None
         self.lm_head.copy_(rows * start.trunk.logit_scale)
+        if self.fc.bias is not None:
+            nn.init.zeros_(self.fc.bias)
         if start.passes_through:
             size = self.fc.weight.shape[0]
+            # A normed state is let through at the size it had.
+            gain = start.state_rms if self.fed_norms else 1.0
             self.fc.weight.zero_()
-            self.fc.weight[:, -size:] = torch.diag(frame)
+            self.fc.weight[:, -size:] = torch.diag(gain * frame)
         else:
             start.random(self.fc.weight)
 
@@ -134,7 +152,8 @@ class _LeanEagle3:
 
     def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
         """See `Head.feed`."""
-        return self.fc(torch.cat([states[k] for k in self.source.boundaries], -1))
+        fused = self.fc(self.source.fused(states))
+        return fused if self.source.fc.bias is None else fused + self.source.fc.bias
 
     def __call__(
         self,

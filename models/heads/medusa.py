@@ -5,13 +5,14 @@
     q_p = softmax(lm_head g_p)                     predicts x_{p+2+k}; lm_head: the target's
 
 Every step reads the same h_p and neither x_{p+1} nor a draft. The published heads train a [V, H]
-lm_head each; these share the target's, which keeps a head at H² parameters a block.
+lm_head each (`own_lm_heads`); sharing the target's keeps a head at H² parameters a block.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionContext
@@ -46,6 +47,9 @@ class MedusaHead(Head):
             nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers)))
             for _ in range(config.modules)
         )
+        if config.own_lm_heads:
+            rows = int(target_config.vocab_size) if draft_vocab_size is None else draft_vocab_size
+            self.lm_head = nn.Parameter(torch.zeros(config.modules, rows, size))
         self.num_layers = 0
         self.max_steps = config.modules
         self.recycle = recycle_spec(config)
@@ -69,3 +73,6 @@ class MedusaHead(Head):
                 nn.init.zeros_(value)
             else:
                 start.random(value)
+        if self.lm_head is not None:
+            rows = start.trunk.lm_head_weight(start.draft_ids)
+            self.lm_head.copy_(rows * start.trunk.logit_scale)

@@ -47,7 +47,7 @@ class FusedModule(nn.Module):
         self.recycle = recycle_spec(config, style)
         self.enorm = RMSNorm(size, eps, style) if norms.embedding else nn.Identity()
         self.hnorm = RMSNorm(size, eps, style) if norms.hidden else nn.Identity()
-        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.eh_proj = nn.Linear(2 * size, size, bias=config.projection_bias)
         self.norm = RMSNorm(size, eps, style) if norms.output else nn.Identity()
         if not norms.attention_input:
             drop_input_norm(self.layer)
@@ -86,6 +86,8 @@ class FusedModule(nn.Module):
         start.layer(self.layer, frame)
         start.output_norm(self.norm)
         weight = self.eh_proj.weight
+        if self.eh_proj.bias is not None:
+            nn.init.zeros_(self.eh_proj.bias)
         if not start.passes_through:
             start.random(weight)
             return
@@ -149,6 +151,8 @@ class _LeanModule:
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
     ) -> HeadStep:
         fused = self.projection(self.source.read(embeds, hidden, positions))
+        if self.source.eh_proj.bias is not None:
+            fused = fused + self.source.eh_proj.bias
         cos, sin = lean_rotary(self.source.rotary, fused, positions)
         return self.source.result(self.layer(fused, cos, sin, context))
 

@@ -60,7 +60,8 @@ class Head(nn.Module):
         num_modules: separate modules; module min(k, num_modules - 1) serves step k. Module m has
             keys of its own, written at row p when x_{p+1+m} is known.
         max_steps: steps it can be asked for, None for any number.
-        lm_head: [Vd, H], or None where the target's own rows are used.
+        lm_head: [Vd, H], or one for each step, [K, Vd, H]; None where the target's own rows are
+            used.
     """
 
     kind: ClassVar[str]

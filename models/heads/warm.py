@@ -80,8 +80,8 @@ def take_weights(head: Head, source: LoadedHead, draft_ids: Tensor | None, place
 
 
 def _rows(weight: Tensor, before: Tensor | None, after: Tensor | None, place: str) -> Tensor:
-    """Rows of an lm_head [V', H] whose row i is target id before[i] (None: i), for the ids `after`
-    (None: all of the target's, which `before` must then be, too)."""
+    """Rows of an lm_head [..., V', H] whose row i is target id before[i] (None: i), for the ids
+    `after` (None: all of the target's, which `before` must then be, too)."""
     if after is None:
         if before is None:
             return weight
@@ -90,7 +90,7 @@ def _rows(weight: Tensor, before: Tensor | None, after: Tensor | None, place: st
             "train.draft_vocab_size=null asks for all of them; "
             f"train.draft_vocab_size={len(before)} keeps its ids"
         )
-    known = torch.arange(len(weight)) if before is None else before
+    known = torch.arange(weight.shape[-2]) if before is None else before
     places = torch.searchsorted(known, after).clamp(max=len(known) - 1)
     lacking = after[known[places] != after].tolist()
     if lacking:
@@ -99,7 +99,7 @@ def _rows(weight: Tensor, before: Tensor | None, after: Tensor | None, place: st
             f"of the {len(after):,} ids that are to be drafted (first: {lacking[:3]}); "
             f"train.draft_vocab_size={len(known)} keeps the {len(known):,} that it has"
         )
-    return weight[places]
+    return weight[..., places, :]
 
 
 def _flat(config: HeadConfig) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def weights_of(target: Target, case: dict[str, Any]) -> int:
     things: list[Any] = [target]
     if isinstance(drafting, HeadDrafter):
         drafting.attach(target, KVPool(0, 0), 0)
-        things += [drafting.function, drafting.lm_head]
+        things += [drafting.function, drafting.lm_heads[0]]
     return held(things, []).weights
 
 

@@ -103,6 +103,29 @@ def test_a_medusa_chain_is_no_longer_than_its_heads(target, answers):
     assert len(engine.metrics.drafted_per_position) == 4
 
 
+def test_each_medusa_head_drafts_with_its_own_lm_head(target, monkeypatch):
+    """Blocks that add nothing, lm_heads with the target's rows moved by k + 1: drafts are the last
+    token plus 1, 2, 3."""
+    shape = HeadConfig("medusa", modules=3, own_lm_heads=True, norms=NO_NORMS)
+    head = build_head(shape, target.folder, 1.0)
+    with torch.no_grad():
+        for k, rows in enumerate(head.lm_head):
+            rows.copy_(target.trunk.lm_head.float().roll(k + 1, 0))
+    drafter, seen = HeadDrafter(head.double(), None), []
+    propose = drafter.propose
+
+    def watched(sequences, counts):
+        found = propose(sequences, counts)
+        for one, proposal in zip(sequences, found, strict=True):
+            right = [(one.tokens[-1] + 1 + k) % 512 for k in range(len(proposal.tokens))]
+            seen.append(proposal.tokens == right)
+        return found
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    Engine(target, config(draft_tokens=3), drafter).run(PROMPTS, GREEDY)
+    assert len(seen) > 20 and all(seen)
+
+
 @pytest.mark.parametrize("pattern", list(itertools.product(range(4), repeat=2)), ids=str)
 def test_every_accept_pattern(target, answers, pattern: tuple[int, int]):
     """Rounds that keep 0, 1, 2 or 3 of 3 drafts, in every order, mixed in one batch."""

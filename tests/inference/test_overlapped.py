@@ -111,8 +111,8 @@ def test_one_token_from_the_teacher_forced_head(target: Target, name: str, page_
             assert drafted
             for place, row in drafted.items():
                 torch.testing.assert_close(row, rows[place - 2], rtol=0, atol=1e-9)
-                best = drafter.lm_head(row[None]).argmax(-1)
-                assert torch.equal(best, drafter.lm_head(rows[place - 2][None]).argmax(-1))
+                best = drafter.lm_heads[0](row[None]).argmax(-1)
+                assert torch.equal(best, drafter.lm_heads[0](rows[place - 2][None]).argmax(-1))
 
 
 def teacher_forced(target: Target, head, tokens: list[int]) -> Tensor:

@@ -37,6 +37,7 @@ HELD = [
     ("llama3", HeadConfig("eagle", norms=NONE), "vllm-eagle sglang-eagle"),
     ("qwen2", HeadConfig("eagle", norms=NONE), "eagle vllm-eagle sglang-eagle"),
     ("biased", HeadConfig("eagle", norms=NONE), "vllm-eagle sglang-eagle"),
+    ("llama", HeadConfig("eagle", projection_bias=True, norms=NONE), "eagle sglang-eagle"),
     ("llama", HeadConfig("eagle", norms=AI), "sglang-eagle"),
     ("llama3", HeadConfig("eagle", norms=AI_O), "vllm-eagle"),
     ("llama", HeadConfig("eagle", norms=E_H_AI), "vllm-eagle"),
@@ -47,7 +48,12 @@ HELD = [
     ),
     ("llama3", HeadConfig("eagle3"), "vllm-eagle3 sglang-eagle3 trtllm-eagle3 speculators"),
     ("qwen2", HeadConfig("eagle3"), "vllm-eagle3 trtllm-eagle3 speculators"),
-    ("qwen3", HeadConfig("eagle3"), "vllm-eagle3 speculators"),
+    ("qwen3", HeadConfig("eagle3", norm_before_fc="each"), "vllm-eagle3 speculators"),
+    (
+        "llama3",
+        HeadConfig("eagle3", norm_before_fc="all", norm_output=True),
+        "vllm-eagle3 sglang-eagle3 speculators",
+    ),
     (
         "llama",
         HeadConfig("eagle3", num_layers=2, norm_output=True, boundaries=(1, 3, 6, 7)),
@@ -249,6 +255,10 @@ REFUSED: list[tuple[str, HeadConfig, str, str]] = [
     ("llama", HeadConfig("eagle3", boundaries=(3,)), "sglang-eagle3", "it skips fc"),
     ("llama", HeadConfig("eagle3", boundaries=(3,)), "trtllm-eagle3", "drops fc.weight"),
     ("llama", HeadConfig("eagle3", num_layers=2), "eagle3", "drops layers.0"),
+    ("llama", HeadConfig("eagle3", norm_before_fc="all"), "eagle3", "drops input_norm.weight"),
+    ("llama", HeadConfig("eagle3", norm_before_fc="each"), "trtllm-eagle3", "fc_norm=true"),
+    ("llama", HeadConfig("eagle3", projection_bias=True), "vllm-eagle3", "drops fc.bias"),
+    ("llama", HeadConfig("eagle", projection_bias=True, norms=NONE), "vllm-eagle", "drops fc.bias"),
     (
         "llama",
         HeadConfig("eagle3", norms=NormConfig(hidden=False)),
@@ -685,19 +695,19 @@ def test_a_llama_head_of_another_family_and_rope_comes_in(
     assert largest_difference(loaded, back, Trunk.load(qwen3, torch.float32)) == 0.0
 
 
-def test_a_trained_bias_of_the_projection_cannot_be_held(
+def test_a_trained_bias_of_the_projection_comes_in(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The authors' older heads have one; zeros are taken."""
+    """The authors' older heads have one; zeros are none."""
     target, one = folders("llama"), BY_NAME["eagle"]
     one.write(head_for(target, HeadConfig("eagle", norms=NONE)), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"bias": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    harmed(tmp_path, lambda t: t.update({"fc.bias": torch.zeros(32)}))
-    one.read(tmp_path, target)
-    harmed(tmp_path, lambda t: t.update({"fc.bias": torch.ones(32)}))
-    with pytest.raises(ValueError, match="fc.bias is not zero, and no head here has it"):
-        one.read(tmp_path, target)
+    for value, held in ((torch.zeros(32), False), (torch.ones(32), True)):
+        harmed(tmp_path, lambda t, value=value: t.update({"fc.bias": value}))
+        back = one.read(tmp_path, target).head
+        assert back.config.projection_bias == held
+        assert not held or torch.equal(back.state_dict()["blocks.0.eh_proj.bias"], value)
 
 
 def test_ids_that_contradict_are_refused(foreign: tuple[Path, Path, LoadedHead]) -> None:

@@ -33,14 +33,24 @@ FAMILIES = {
     "mtp": HeadConfig(),
     "mtp without output norm": HeadConfig(norms=NormConfig(output=False)),
     "mtp of 2 modules": HeadConfig(modules=2),
-    "mtp as MiMo runs it": HeadConfig(hidden_first=True, mask_position_zero=True),
+    "mtp as MiMo runs it": HeadConfig(
+        hidden_first=True, mask_position_zero=True, projection_bias=True
+    ),
     "mtp as GLM runs it": HeadConfig(modules=2, recycle_raw=True),
     "eagle": HeadConfig("eagle", norms=NO_NORMS),
     "eagle restored": HeadConfig("eagle"),
     "eagle3": HeadConfig("eagle3", boundaries=(1, 2, 3)),
-    "eagle3 without norms": HeadConfig("eagle3", boundaries=(1, 3), norms=NO_NORMS, num_layers=2),
+    "eagle3 without norms": HeadConfig(
+        "eagle3", boundaries=(1, 3), norms=NO_NORMS, num_layers=2, norm_before_fc="all"
+    ),
     "eagle3 of 2 layers": HeadConfig(
-        "eagle3", num_layers=2, boundaries=(0, 2), norm_before_residual=True, norm_output=True
+        "eagle3",
+        num_layers=2,
+        boundaries=(0, 2),
+        norm_before_residual=True,
+        norm_output=True,
+        norm_before_fc="each",
+        projection_bias=True,
     ),
     "medusa": HeadConfig("medusa", modules=3, num_layers=2, norms=NO_NORMS),
 }
@@ -126,9 +136,19 @@ def mlp(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
-    """Fusion, attention over 2H, residual before or after the norm, a second plain layer, recycled
-    before or after the output norm: by hand in float64."""
-    config = HeadConfig("eagle3", 1, 2, (0, 2), norm_before_residual=before, norm_output=after)
+    """Fusion, with norms before it or without, attention over 2H, residual before or after the
+    norm, a second plain layer, recycled before or after the output norm: by hand in float64."""
+    kind = ("none", "each") if before else ("none", "all")
+    config = HeadConfig(
+        "eagle3",
+        1,
+        2,
+        (0, 2),
+        norm_before_residual=before,
+        norm_output=after,
+        norm_before_fc=kind[after],
+        projection_bias=after,
+    )
     head = moved(config, folder, IDS).double()
     w = head.state_dict()
     states, embeds, positions = (
@@ -139,7 +159,13 @@ def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
     with torch.no_grad():
         g = head.feed(states | {3: noise(6, 64)}, Trunk.load(folder, torch.float64))
         out = head(embeds, g, positions, PackedContext([0, 6]))
-    fused = torch.cat([states[0], states[2]], -1) @ w["fc.weight"].T
+    parts = [states[0], states[2]]
+    if config.norm_before_fc == "each":
+        parts = [rms(part, w[f"fed_norms.{i}.weight"]) for i, part in enumerate(parts)]
+    side = torch.cat(parts, -1)
+    if config.norm_before_fc == "all":
+        side = rms(side, w["fed_norms.0.weight"])
+    fused = side @ w["fc.weight"].T + (w["fc.bias"] if after else 0.0)
     torch.testing.assert_close(g, fused, rtol=1e-12, atol=1e-12)
     normed = rms(g, w["hnorm.weight"])
     read = torch.cat([rms(embeds, w["enorm.weight"]), normed], -1)
@@ -160,7 +186,9 @@ def test_eagle3_is_its_equation(folder: Path, before: bool, after: bool):
 def test_mtp_is_its_equation(folder: Path, first: bool, raw: bool, masked: bool):
     """Order of the two parts, what is recycled, the embedding at position 0 of each of two texts:
     three steps by hand in float64."""
-    config = HeadConfig(hidden_first=first, recycle_raw=raw, mask_position_zero=masked)
+    config = HeadConfig(
+        hidden_first=first, recycle_raw=raw, mask_position_zero=masked, projection_bias=raw
+    )
     head = moved(config, folder).double()
     w = {name.removeprefix("blocks.0."): value for name, value in head.state_dict().items()}
     hidden, positions = noise(5, 64), torch.tensor([0, 1, 0, 1, 2])
@@ -174,6 +202,7 @@ def test_mtp_is_its_equation(folder: Path, first: bool, raw: bool, masked: bool)
             e[[0, 2]] = 0.0
         parts = [rms(e, w["enorm.weight"]), rms(hidden, w["hnorm.weight"])]
         z = torch.cat(parts[::-1] if first else parts, -1) @ w["eh_proj.weight"].T
+        z = z + (w["eh_proj.bias"] if raw else 0.0)
         x = []
         for rows in (slice(0, 2), slice(2, 5)):
             normed = rms(z[rows], w["layer.input_layernorm.weight"])
@@ -265,6 +294,9 @@ def test_a_head_folder_round_trips_for_every_family(
     save_head(tmp_path, head, target_fingerprint=MARKS, draft_ids=ids, trained_length=40, config={})
     loaded = load_head(tmp_path, MARKS)
     assert loaded.head.config == head.config and type(loaded.head) is type(head)
+    card = (tmp_path / "README.md").read_text()
+    assert f"# A `{head.kind}` head" in card and loaded.meta["sha256"] in card
+    assert f"| draft vocabulary | `{5 if reduced else 512} ids` |" in card
     assert (loaded.draft_ids is None) == (ids is None)
     theirs = loaded.head.state_dict()
     assert list(theirs) == list(head.state_dict())

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftsmith.models import layer
 from draftsmith.models.files import sha256_file
 from draftsmith.models.formats import LAYOUTS, layout, mtp_layout, mtp_loaders
+from draftsmith.models.formats.ernie_mtp import ERNIE_MTP
 from draftsmith.models.formats.source import NATIVE, find_source, read_head
 from draftsmith.models.heads import (
     HeadConfig,
@@ -37,6 +40,7 @@ from .test_mtp_layouts import FAMILIES
 
 EAGLE = HeadConfig("eagle", norms=NONE)
 EAGLE3 = HeadConfig("eagle3")
+MEDUSA = HeadConfig("medusa", modules=5, norms=NONE)
 ATTENTION = NormConfig(False, False, True, False)
 # Family, head, the layouts that hold it; every other one must refuse it.
 HELD: list[tuple[str, HeadConfig, str]] = [
@@ -71,6 +75,9 @@ HELD: list[tuple[str, HeadConfig, str]] = [
     ("qwen3.5", HeadConfig(), "qwen-mtp"),
     ("qwen3-next", HeadConfig(), "qwen-mtp"),
     ("mimo", HeadConfig(modules=2, hidden_first=True, mask_position_zero=True), "mimo-mtp"),
+    ("ernie", HeadConfig(norms=NormConfig(output=False), mask_position_zero=True), "ernie-mtp"),
+    ("llama", MEDUSA, "medusa vllm-medusa"),
+    ("qwen3", replace(MEDUSA, modules=2, own_lm_heads=True), "vllm-medusa"),
 ]
 
 
@@ -99,11 +106,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (mtp_layout, mtp_loaders):
         monkeypatch.setattr(module, "skeleton", once)
+    # A head takes its layer out of one.
+    monkeypatch.setattr(layer, "skeleton", lambda config: copy.deepcopy(once(config)))
 
 
 def head_for(folder: Path, config: HeadConfig) -> LoadedHead:
     """A drawn head for a target on disk; one with an lm_head of its own drafts a few ids."""
-    return random_head(config, text_config(folder), IDS if config.kind == "eagle3" else None)
+    target = text_config(folder)
+    # ERNIE's modules have another layer than the target's last; a head of its own kind is so.
+    as_last = ERNIE_MTP.layer_as if config.kind == "mtp" else copy.deepcopy
+    if target.model_type == "ernie4_5_moe":
+        target = as_last(target)
+    return random_head(config, target, IDS if config.kind == "eagle3" else None)
 
 
 APART = ("_name_or_path", "architectures", "dtype", "num_nextn_predict_layers")
@@ -226,16 +240,15 @@ def test_nothing_is_taken_away_unnoticed(
         started(loaded, folder, tmp_path)
     else:
         layout(name)[0](loaded, folder, tmp_path)
-    (weights,) = tmp_path.glob("*.safetensors")
-    tensors = load_file(weights)
+    weights, tensors, save = stored(tmp_path)
     # One of each kind: modules and experts are alike.
     kinds = {re.sub(r"\d+", "", tensor): tensor for tensor in tensors}
     for tensor in kinds.values():
-        save_file({key: value for key, value in tensors.items() if key != tensor}, weights)
+        save({key: value for key, value in tensors.items() if key != tensor})
         if name == NATIVE:
             mark(tmp_path, weights)
         noticed(loaded, tmp_path, folder, tensor)
-    save_file(tensors, weights)
+    save(tensors)
     if name == NATIVE:
         mark(tmp_path, weights)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -244,6 +257,34 @@ def test_nothing_is_taken_away_unnoticed(
             continue  # settings younger than the folder have their defaults
         (tmp_path / "config.json").write_text(json.dumps(without(written, path)))
         noticed(loaded, tmp_path, folder, path[-1])
+
+
+def stored(folder: Path) -> tuple[Path, dict[str, Tensor], Callable[[dict[str, Tensor]], None]]:
+    """The file with the head's weights, what is in it, and how to write it anew; an index names
+    what the file holds."""
+    path = next(
+        folder / name
+        for name in (
+            "mtp.safetensors",
+            "head.safetensors",
+            "model.safetensors",
+            "medusa_lm_head.pt",
+        )
+        if (folder / name).exists()
+    )
+    index = folder / "model.safetensors.index.json"
+    if path.suffix == ".pt":
+        return path, torch.load(path, weights_only=True), lambda tensors: torch.save(tensors, path)
+
+    def save(tensors: dict[str, Tensor]) -> None:
+        save_file(tensors, path)
+        if index.exists():
+            places = json.loads(index.read_text())["weight_map"]
+            kept = {name: file for name, file in places.items() if file != path.name}
+            kept |= dict.fromkeys(tensors, path.name)
+            index.write_text(json.dumps({"weight_map": kept}))
+
+    return path, load_file(path), save
 
 
 def mark(folder: Path, weights: Path) -> None:

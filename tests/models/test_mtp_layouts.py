@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -80,6 +81,7 @@ _QWEN_NAMES = {
     "eh_proj": "fc",
     "norm": "norm",
 }
+_ERNIE_NAMES = {"enorm": "emb_norm.0", "hnorm": "hidden_norm.0", "eh_proj": "linear_proj.0"}
 _MIMO_NAMES = {
     "enorm": "token_layernorm",
     "hnorm": "hidden_layernorm",
@@ -101,20 +103,20 @@ class Family:
         count: str,
         layer: str = "",
         copies: bool = False,
+        like: int = 1,
         **shape: Any,
     ) -> None:
         self.layout, self.config, self.modules, self.names = layout, config, modules, names
         self.prefix, self.layer, self.count, self.copies = prefix, layer, count, copies
+        self.like = f"model.layers.{like}."
         self.head = HeadConfig("mtp", modules, **shape)
 
     def tensors(self, target: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Random MTP modules: the shapes of the target's second layer, as its checkpoint spells
+        """Random MTP modules: the shapes of the target's layer `like`, as its checkpoint spells
         it."""
         generator = torch.Generator().manual_seed(7)
         size = self.config.hidden_size
-        shapes = {name: (size,) for name in ("enorm", "hnorm", "norm")} | {
-            "eh_proj": (size, 2 * size)
-        }
+        shapes = {name: (size,) for name in self.names} | {"eh_proj": (size, 2 * size)}
         found: dict[str, Tensor] = {}
         for module in range(self.modules):
             prefix = self.prefix.format(module, 2 + module)
@@ -122,8 +124,8 @@ class Family:
                 value = torch.randn(shape, generator=generator)
                 found[f"{prefix}{self.names[name]}.weight"] = value
             for name, value in target.items():
-                if name.startswith("model.layers.1."):
-                    inside = prefix + self.layer + name.removeprefix("model.layers.1.")
+                if name.startswith(self.like):
+                    inside = prefix + self.layer + name.removeprefix(self.like)
                     found[inside] = torch.randn(value.shape, generator=generator)
             if self.copies:
                 found[prefix + "embed_tokens.weight"] = target["model.embed_tokens.weight"]
@@ -168,6 +170,20 @@ FAMILIES = {
         _QWEN_NAMES,
         "mtp_num_hidden_layers",
         layer="layers.0.",
+    ),
+    "ernie": Family(
+        "ernie-mtp",
+        Ernie4_5_MoeConfig(
+            **_SMALL, moe_intermediate_size=16, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1
+        ),
+        1,
+        "model.mtp_",
+        _ERNIE_NAMES,
+        "num_nextn_predict_layers",
+        layer="block.0.",
+        like=0,  # a dense layer, while the last has experts
+        mask_position_zero=True,
+        norms=NormConfig(output=False),
     ),
     # transformers has no MiMo; its layers are those of Qwen2
     "mimo": Family(
@@ -300,6 +316,11 @@ def test_written_tensors_are_those_that_were_read(
         assert torch.equal(written[tensor], value), tensor
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config[family.count] == family.modules
+    linked = tmp_path / "out" / "model.safetensors"
+    assert linked.samefile(folder / "model.safetensors") and not linked.is_symlink()
+    assert not (tmp_path / "out" / _EXTRA).exists()  # held the target's own modules alone
+    again = own_layout(tmp_path / "out")  # as it lies, without our note
+    assert again is not None and again.name == family.layout
     back = read(tmp_path / "out", folder)
     assert back.head.config == family.head
     for tensor, value in head.state_dict().items():
@@ -404,7 +425,10 @@ def test_what_a_layout_cannot_hold_is_refused(
     refused("mimo", "mimo-mtp", "head.mask_position_zero=true", hidden_first=True)
     refused("mimo", "glm-mtp", "head.recycle_raw=true, this head was trained with false")
     refused("mimo", "deepseek-mtp", "head.recycle_raw=false", recycle_raw=True)
-    refused("mimo", "deepseek-mtp", "norms hidden", norms=NormConfig(hidden=False))
+    refused("mimo", "deepseek-mtp", "a norm hidden", norms=NormConfig(hidden=False))
+    refused("ernie", "ernie-mtp", "no norm output, which this head was trained with")
+    masked = {"mask_position_zero": True, "norms": NormConfig(output=False)}
+    refused("ernie", "ernie-mtp", "another decoder layer .* start from head.init.source", **masked)
     refused("mimo", "qwen-mtp", "style gemma, those of this head's target rms")
     refused("qwen3.5", "qwen-mtp", "holds 1 module, this head has 2", modules=2)
     refused("qwen3.5", "deepseek-mtp", "style rms, those of this head's target gemma")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftsmith.models.formats import MTP_LAYOUTS
 from draftsmith.models.formats.loaders import Report
-from draftsmith.models.formats.matrix import MTP_CLASSES
 from draftsmith.models.formats.mtp_loaders import CLASSES, SGLANG, VLLM, engines
+from draftsmith.models.formats.runs import MTP_CLASSES
 from draftsmith.models.heads import LoadedHead, MTPHead
 
 from .test_mtp_layouts import FAMILIES
@@ -33,20 +33,20 @@ def head_of(family: str, modules: int = 1) -> LoadedHead:
     shape = {name: value for name, value in vars(one.head).items() if name != "modules"}
     config = type(one.head)(**shape, modules=modules)
     with torch.device("meta"):
-        head = MTPHead(config, one.config)
+        head = MTPHead(config, BY_NAME[one.layout].layer_as(one.config))
     return LoadedHead(head, None, {})
 
 
-def reports(family: str, harm: Harm, modules: int = 1) -> tuple[Report, Report]:
-    """vLLM's and SGLang's report on a harmed checkpoint."""
+def reports(family: str, harm: Harm, modules: int = 1) -> list[Report]:
+    """vLLM's and SGLang's report on a harmed checkpoint, of ERNIE's SGLang's alone."""
     one, loaded = BY_NAME[FAMILIES[family].layout], head_of(family, modules)
     config, tensors = one.described(loaded)
     if family == "mimo":  # the family's layers are Qwen2's, and its model_type its own
         config["model_type"] = "mimo"
     harm(tensors, config)
-    vllm, sglang = engines(one.name, one.names(config))
     target = loaded.head.target_config
-    return vllm.load(config, tensors, target), sglang.load(config, tensors, target)
+    known = engines(one.name, one.names(config))
+    return [engine.load(config, tensors, target) for engine in known]
 
 
 def without(end: str) -> Harm:
@@ -226,6 +226,20 @@ def test_numbers_of_modules() -> None:
     vllm, sglang = reports("mimo", counted(2), 2)
     assert not vllm.faults() and not sglang.faults()
     assert vllm.runs["modules"] == sglang.runs["modules"] == 1
+
+
+def test_ernies_class() -> None:
+    """SGLang's raises on what it does not know, a bias too, and where the module is missing; what
+    is missing inside it stays one or random."""
+    (whole,) = reports("ernie", lambda tensors, config: None)
+    assert not whole.faults() and whole.loader == "Ernie4_5_MoeForCausalLMMTP"
+    (report,) = reports("ernie", without("emb_norm.0.weight"))
+    assert report.ones == ("model.mtp_emb_norm.0.weight",) and not report.raised
+    for end in ("extra_layernorm.weight", "self_attn.o_proj.bias"):
+        (report,) = reports("ernie", beside(end))
+        assert len(report.raised) == 1 and end in report.raised[0]
+    (report,) = reports("ernie", lambda tensors, config: tensors.clear())
+    assert "are missing" in report.raised[0]
 
 
 def test_the_exporter_refuses_what_no_class_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,8 @@ def test_what_does_not_fit_is_named(
 ):
     """Another shape of target, no head, a foreign folder, another tokenizer, a lost file."""
     kept(folder, tmp_path / "source", HeadConfig())
-    narrow = tiny_llama_folder(intermediate_size=96)
-    with pytest.raises(ValueError, match=r"mlp.down_proj.weight is \[64, 128\], not \[64, 96\]"):
+    narrow = tiny_llama_folder(hidden_size=32)
+    with pytest.raises(ValueError, match=r"eh_proj.weight is \[64, 128\], not \[32, 64\]"):
         again(narrow, tmp_path / "source")
     with pytest.raises(ValueError, match="no head there"):
         find_source(str(tmp_path / "nowhere"), folder, MARKS)

@@ -27,6 +27,7 @@ FAMILIES = {
         "eagle3", num_layers=2, boundaries=(0, 1), norm_before_residual=True, norm_output=True
     ),
     "medusa": HeadConfig("medusa", modules=3, norms=NO_NORMS),
+    "medusa, own lm_heads": HeadConfig("medusa", modules=3, own_lm_heads=True, norms=NO_NORMS),
 }
 IDS = torch.arange(0, 512, 3)
 
@@ -71,7 +72,8 @@ def by_hand(head: Head, trunk: Trunk, batch: PackedBatch, ids: Tensor | None) ->
                 if span[-1] < end and all(bool(batch.supervised[i]) for i in span):
                     teacher = trunk.logits(normed[p + 1 + k], ids).softmax(-1)
                     state = drafted[k, p]
-                    logits = trunk.logits(state, ids) if own is None else own @ state
+                    rows = own[k] if own is not None and own.dim() == 3 else own
+                    logits = trunk.logits(state, ids) if rows is None else rows @ state
                     loss = loss - weight * (teacher * logits.log_softmax(-1)).sum()
     return loss
 
@@ -94,7 +96,7 @@ def test_loss_and_gradients_equal_brute_force_in_float64(
     torch.testing.assert_close(loss, exact, rtol=1e-11, atol=0)
     assert stats.rows[0] > stats.rows[2] > 0
     named = dict(head.named_parameters())
-    assert ("lm_head" in named) == (head.kind == "eagle3")
+    assert ("lm_head" in named) == (head.kind == "eagle3" or head.config.own_lm_heads)
     ours = torch.autograd.grad(loss, list(named.values()))
     right = torch.autograd.grad(exact, list(named.values()))
     for tensor, a, b in zip(named, ours, right, strict=True):
