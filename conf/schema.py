@@ -114,7 +114,7 @@ class EvaluateConfig:
     dtype."""
 
     head: str | None = None
-    """Native head folder; null takes the one that this run trained."""
+    """Head folder, native or of any layout; null takes the one that this run trained."""
     drafters: tuple[str, ...] = ("none", "ngram", "head")
     """none (plain decoding; always measured, and first), ngram (prompt look-up), head (the trained
     head; also by its kind, which reports call it), untrained (the same head before its first
@@ -202,7 +202,10 @@ class ExportConfig:
     """Which head leaves in which layouts."""
 
     head: str | None = None
-    """Native head folder; null takes the one that this run trained."""
+    """Head folder, native or of any layout; null takes the one that this run trained."""
+    dtype: str = "float32"
+    """How weights are stored: float32, as the trainer holds them, or bfloat16, rounded; copies of
+    the target's tensors and maps stay as they are."""
     layout: Any = "deepseek-mtp"
     """The layout to write, or a list of them: deepseek-mtp, glm-mtp, ernie-mtp, mimo-mtp, qwen-mtp;
     eagle, vllm-eagle, sglang-eagle; eagle3, vllm-eagle3, sglang-eagle3, trtllm-eagle3, speculators;
@@ -213,6 +216,8 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if not self.layouts or not all(isinstance(name, str) for name in self.layouts):
             raise ValueError(f"export.layout={self.layout}: name a layout, or a list of them")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"export.dtype={self.dtype}: must be float32 or bfloat16")
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -241,8 +246,8 @@ class GenerateConfig:
     """A conversation in the terminal."""
 
     head: str | None = None
-    """Native head folder; null takes the one that this run trained, and decodes plainly where there
-    is none."""
+    """Head folder, native or of any layout; null takes the one that this run trained, and decodes
+    plainly where there is none."""
     drafter: str = "head"
     """head (also by its kind), ngram, draft-lm (the language model of draft_lm.source), ngram+head,
     ngram+draft-lm or none."""

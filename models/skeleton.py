@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -37,10 +38,13 @@ def folder_config(folder: Path | str) -> Any:
     read; code that lies in the folder is never run.
 
     Raises:
-        ValueError: a family that it does not have, or a configuration that it cannot read.
+        ValueError: a family that it does not have, or a config.json whose values contradict each
+        other.
     """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder}: config.json describes no model: {error}") from error
     except (ValueError, KeyError) as error:
         described = Path(folder) / "config.json"
         kind = json.loads(described.read_text()).get("model_type") if described.is_file() else None

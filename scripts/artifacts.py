@@ -81,16 +81,14 @@ class Artifacts:
         return self.train / "best"
 
     def head_or(self, folder: str | None) -> Path:
-        """The head folder asked for, or this run's own.
+        """The head folder asked for, of any layout, or this run's own.
 
         Raises:
             ValueError: nothing is there; says how to make it.
         """
         path = self.head if folder is None else Path(expanded(folder))
         if not (path / "config.json").exists():
-            remedy = (
-                "run `draftsmith train` first" if folder is None else "name a native head folder"
-            )
+            remedy = "run `draftsmith train` first" if folder is None else "name the folder of one"
             raise ValueError(f"{path} holds no head (no config.json): {remedy}")
         return path
 

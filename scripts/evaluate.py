@@ -25,7 +25,8 @@ from ..inference.plots import unconditional
 from ..inference.report import render
 from ..inference.tables import main_runs, verdicts
 from ..models.files import content_hash, read_json, sha256_file
-from ..models.heads import LoadedHead, load_head
+from ..models.formats.source import NATIVE, content_of, read_head
+from ..models.heads import LoadedHead
 from ..models.provenance import provenance, write_provenance
 from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder
 from ..train.metrics import read_metrics
@@ -120,6 +121,8 @@ def _pass(
     target = load(dataclasses.replace(config.target, dtype=dtype))
     say_shares(target, invocation)
     loaded = _head(config, target)
+    if loaded is not None and loaded.meta["layout"] != NATIVE:
+        invocation.say(f"the head is read from the layout {loaded.meta['layout']}")
     lm = DraftLM.paired(model, target) if model else None
     tokenizer = load_tokenizer(target.folder)
     for name in settings.prompts:
@@ -147,7 +150,7 @@ def key(config: Config) -> str:
     artifacts, settings = Artifacts.of(config), config.evaluate
     head = None
     if _needs_head(config):
-        head = sha256_file(artifacts.head_or(settings.head) / "head.safetensors")
+        head = content_of(artifacts.head_or(settings.head))
     files = {name: Path(name) for name in settings.prompts if name != "heldout"}
     prompts = {name: sha256_file(path) for name, path in files.items() if path.is_file()}
     if "heldout" in settings.prompts:
@@ -288,7 +291,8 @@ def _needs_head(config: Config) -> bool:
 def _head(config: Config, target: Target) -> LoadedHead | None:
     if not _needs_head(config):
         return None
-    loaded = load_head(Artifacts.of(config).head_or(config.evaluate.head), target.fingerprint)
+    folder = Artifacts.of(config).head_or(config.evaluate.head)
+    loaded = read_head(folder, target.folder, target.fingerprint)
     require_kind(loaded, config.evaluate.drafters)
     return loaded
 
@@ -308,7 +312,15 @@ def _about_target(target: Target, config: Config) -> dict[str, Any]:
 def _about_head(loaded: LoadedHead | None, config: Config) -> dict[str, Any]:
     if loaded is None:
         return {}
-    known = ("head", "recycle", "draft_vocab_size", "trained_length", "training", "sha256")
+    known = (
+        "layout",
+        "head",
+        "recycle",
+        "draft_vocab_size",
+        "trained_length",
+        "training",
+        "sha256",
+    )
     folder = Artifacts.of(config).head_or(config.evaluate.head)
     parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
     about = {name: loaded.meta[name] for name in known if name in loaded.meta}
@@ -387,6 +399,7 @@ VERB = Verb(
         "torchrun --nproc-per-node 4 -m draftsmith.scripts.evaluate target=llama-3.3-70b",
         "draftsmith evaluate evaluate.head=some/head evaluate.prompts=[mt_bench,my/prompts.jsonl] "
         "engine.draft_tokens=5",
+        "draftsmith evaluate evaluate.head=some/eagle3-for-vllm",
         "draftsmith evaluate engine.tree.kind=dynamic engine.draft_tokens=5",
         "draftsmith evaluate 'evaluate.drafters=[ngram,head,ngram+head]' engine.adaptive=true",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,35 +10,48 @@ import torch
 from rich.table import Table
 
 from ..conf.schema import Config
-from ..models.attention import PackedContext
+from ..models.formats import MTP_LAYOUTS
 from ..models.formats import layout as find_layout
+from ..models.formats.loaders import few
 from ..models.formats.runs import SHORT, named_layout, where
-from ..models.heads import LoadedHead, load_head
+from ..models.formats.source import read_head
+from ..models.heads import LoadedHead
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
 from .artifacts import Artifacts
-
-TOLERANCE = 1e-4
-"""Largest difference of float32 logits that an export may show when read back; weights are stored
-as they are."""
+from .proof import (
+    TOLERANCE,
+    Prompts,
+    Row,
+    boundaries_of,
+    cached,
+    changed,
+    difference,
+    rounded,
+    seeded,
+    steps_of,
+    table,
+)
 
 
 def run(config: Config, invocation: Invocation) -> None:
     """Export, compare, say what every tensor is and where."""
     written = export(config, invocation)
-    for name, (_, origins) in written.items():
-        shown = Table(name, "origin", box=None, pad_edge=False, header_style="bold")
-        for tensor, origin in origins.items():
-            shown.add_row(tensor, origin)
+    for name, (_, rows) in written.items():
+        shown = Table(
+            name, "shape", "dtype", "origin", box=None, pad_edge=False, header_style="bold"
+        )
+        for row in rows:
+            shown.add_row(row.name, "×".join(map(str, row.shape)), row.dtype, row.origin)
         invocation.console.print(shown)
     invocation.wrote(**{name: out for name, (out, _) in written.items()})
     invocation.next("generate")
 
 
-def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Write each layout and prove it; its folder, and the origin of each of its tensors.
+def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, list[Row]]]:
+    """Write each layout and prove it; its folder, and what each of its tensors is.
 
     Raises:
         ValueError: an unknown layout, a head that a layout cannot hold, or one that came back
@@ -48,28 +62,36 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, dict
         if name not in SHORT:
             find_layout(name)
     folder = prepare_folder(config.target)
-    loaded = load_head(artifacts.head_or(settings.head), fingerprint(folder))
+    marks = fingerprint(folder)
+    loaded = read_head(artifacts.head_or(settings.head), folder, marks)
     layouts = {
         name: find_layout(name)
         for name in (named_layout(given, loaded) for given in settings.layouts)
     }
-    trunk = Trunk.load(folder, torch.float32)
-    written: dict[str, tuple[Path, dict[str, str]]] = {}
+    stored = rounded(loaded, getattr(torch, settings.dtype))
+    kept = dataclasses.replace(stored, head=stored.head.float())
+    trunk, steps = Trunk.load(folder, torch.float32), steps_of(loaded)
+    prompts = _prompts(config, marks, loaded, trunk, invocation)
+    written: dict[str, tuple[Path, list[Row]]] = {}
     for name, (write, read) in layouts.items():
         out = artifacts.exported(name, settings.folder)
         if settings.folder is not None and len(layouts) > 1:
             out = out / name
-        origins = write(loaded, folder, out)
-        difference = largest_difference(loaded, read(out, folder), trunk)
-        if not difference <= TOLERANCE:
-            raise ValueError(
-                f"{out}: read back, the head's logits differ by {difference:.3g} (at most "
-                f"{TOLERANCE:g} is rounding); do not use this export"
-            )
+        origins = write(stored, folder, out)
+        back = read(out, folder)
+        told = proven(out, kept, back, trunk, prompts)
+        written[name] = out, table(out, origins, folder, loaded.draft_ids)
         write_provenance(out, invocation.resolved)
-        written[name] = out, origins
-        invocation.say(f"{name}: read back, logits differ by at most {difference:.3g}")
+        invocation.say(f"{name}: {told}")
+        if stored is not loaded:
+            rounding = max(difference(loaded, back, trunk, one, steps) for one in prompts)
+            invocation.say(
+                f"{name}: stored in {settings.dtype}, which moves logits by up to {rounding:.3g} "
+                "of the largest; that is what the engine gets"
+            )
         invocation.say(f"{name}: {where(loaded, name)}")
+        for reason in _otherwise(loaded, name):
+            invocation.say(f"{name}: not there: {reason}")
     held = {"vllm-medusa"}  # the ids, too
     if loaded.draft_ids is not None and loaded.head.lm_head is None and set(layouts) - held:
         invocation.say(
@@ -79,65 +101,67 @@ def export(config: Config, invocation: Invocation) -> dict[str, tuple[Path, dict
     return written
 
 
-@torch.inference_mode()
-def largest_difference(
-    one: LoadedHead, other: LoadedHead, trunk: Trunk, prompts: tuple[int, ...] = (4, 7, 10, 12, 15)
-) -> float:
-    """Largest absolute difference of two heads' float32 logits over the same prompts: at the step
-    of every module, and recycled twice beyond; infinite where they draft other ids.
+def proven(
+    out: Path, trained: LoadedHead, back: LoadedHead, trunk: Trunk, prompts: list[Prompts]
+) -> str:
+    """What was shown of a head that came back from `out`, for the user.
 
-    Args:
-        trunk: of the target, float32. prompts: their lengths; seeded tokens, states of unit RMS at
-            every boundary that either head reads.
+    Raises:
+        ValueError: a weight that is not what it was, by name, or logits that are not.
     """
-    if (one.draft_ids is None) != (other.draft_ids is None) or (
-        one.draft_ids is not None
-        and other.draft_ids is not None
-        and not torch.equal(one.draft_ids, other.draft_ids)
-    ):
-        return float("inf")
-    generator, rows = torch.Generator().manual_seed(0), sum(prompts)
-    steps = one.head.max_steps or one.head.num_modules + 2
-    tokens = torch.randint(trunk.vocab_size, (steps, rows), generator=generator)
-    boundaries = sorted({*_read(one), *_read(other)})
-    raw = {k: torch.randn(rows, trunk.hidden_size, generator=generator) for k in boundaries}
-    states = [loaded.head.feed(raw, trunk) for loaded in (one, other)]
-    starts = [sum(prompts[:index]) for index in range(len(prompts) + 1)]
-    places = torch.cat([torch.arange(length) for length in prompts])
-    worst = 0.0
-    for step in range(steps):
-        outs = [
-            loaded.head.eval()(
-                trunk.embed(tokens[step]), state, places + step, PackedContext(starts), step
-            )
-            for loaded, state in zip((one, other), states, strict=True)
-        ]
-        states = [out.recycled for out in outs]
-        ours, theirs = (
-            trunk.logits(out.drafted)
-            if loaded.head.lm_head is None
-            else out.drafted @ loaded.head.lm_head.expand(steps, -1, -1)[step].T
-            for loaded, out in zip((one, other), outs, strict=True)
+    lost = changed(trained, back)
+    if lost:
+        raise ValueError(
+            f"{out}: read back, {few(lost)} differ from what was written; do not use it"
         )
-        worst = max(worst, float((ours - theirs).abs().max()))
-    return worst
+    steps, worst = steps_of(trained), 0.0
+    for one in prompts:
+        worst = max(worst, difference(trained, back, trunk, one, steps))
+    if not worst <= TOLERANCE:
+        raise ValueError(
+            f"{out}: read back, the head's logits differ by {worst:.3g} of the largest (at most "
+            f"{TOLERANCE:g} is rounding); do not use it"
+        )
+    return (
+        f"read back, weights bit for bit, logits of {steps} steps differ by at most {worst:.3g} "
+        f"({', '.join(one.name for one in prompts)})"
+    )
 
 
-def _read(loaded: LoadedHead) -> list[int]:
-    """The boundaries that the head reads, and L."""
-    return sorted({*loaded.head.boundaries, int(loaded.head.target_config.num_hidden_layers)})
+def _prompts(
+    config: Config,
+    marks: dict[str, str],
+    loaded: LoadedHead,
+    trunk: Trunk,
+    invocation: Invocation,
+) -> list[Prompts]:
+    boundaries = boundaries_of(loaded)
+    real, reason = cached(config, marks, boundaries)
+    if real is None:
+        invocation.say(f"[dim]compared over seeded prompts alone: {reason}[/]")
+    return [seeded(trunk, boundaries), *([] if real is None else [real])]
+
+
+def _otherwise(loaded: LoadedHead, name: str) -> list[str]:
+    """Why an engine that has a class for the head's family would not run it as it was trained."""
+    layout = next((one for one in MTP_LAYOUTS if one.name == name), None)
+    return [] if layout is None else [fault for _, told in layout.judge(loaded) for fault in told]
 
 
 VERB = Verb(
     name="export",
     task=run,
-    reads="a native head (WORK/train/head) and the target's embedding and lm_head",
+    reads=(
+        "a head in any layout (WORK/train/head), the target's embedding and lm_head, rows of "
+        "WORK/cache where it is there"
+    ),
     writes="WORK/export/LAYOUT for each: weights and configuration of that layout, provenance.json",
     sections=("work", "export", "target.source"),
     examples=(
         "draftsmith export",
         "draftsmith export 'export.layout=[vllm-eagle3,sglang-eagle3]'",
         "draftsmith export export.head=some/head export.folder=for-an-engine",
+        "draftsmith export export.dtype=bfloat16",
     ),
     kept="each file is written whole or not at all; run the command again",
 )

@@ -15,7 +15,7 @@ from ..inference.drafters import Drafter
 from ..inference.engine import Engine
 from ..inference.parallel import Load, joined
 from ..inference.running_text import RunningText
-from ..models.heads import load_head
+from ..models.formats.source import NATIVE, read_head
 from ..models.target import Target, load_tokenizer
 from .acceptance import draft_model, drafter, drafts_with_head, say_shares
 from .app import Invocation, Verb
@@ -61,7 +61,10 @@ def _drafter(
     if config.generate.head is None and not (artifacts.head / "config.json").exists():
         invocation.say(f"{artifacts.head} holds no head yet: decoding plainly")
         return None
-    loaded = load_head(artifacts.head_or(config.generate.head), target.fingerprint)
+    folder = artifacts.head_or(config.generate.head)
+    loaded = read_head(folder, target.folder, target.fingerprint)
+    if loaded.meta["layout"] != NATIVE:
+        invocation.say(f"[dim]the head is read from the layout {loaded.meta['layout']}[/]")
     return drafter(name, loaded, target, lm, config.engine.tree, config.ngram)
 
 

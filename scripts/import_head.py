@@ -9,14 +9,15 @@ import torch
 
 from ..conf.schema import Config
 from ..models.formats import layout as find_layout
-from ..models.formats.source import layout_of
-from ..models.heads import compare_targets, load_head, save_head
+from ..models.formats.source import NATIVE, read_head
+from ..models.heads import load_head, save_head
 from ..models.provenance import write_provenance
 from ..models.target import fingerprint, prepare_folder
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
 from .artifacts import Artifacts
-from .export import TOLERANCE, largest_difference
+from .export import proven
+from .proof import boundaries_of, seeded
 
 
 def run(config: Config, invocation: Invocation) -> None:
@@ -30,33 +31,29 @@ def run(config: Config, invocation: Invocation) -> None:
     source = artifacts.exported(settings.layout or config.export.layouts[0], settings.folder)
     if not source.is_dir():
         raise ValueError(f"{source} is no folder: name the one to read, import_head.folder=…")
-    layout = settings.layout or layout_of(source)
-    if settings.layout is None:
-        invocation.say(f"layout: {layout}")
-    _, read = find_layout(layout)
+    if settings.layout is not None:
+        find_layout(settings.layout)
     out = artifacts.work / "imported" if settings.out is None else Path(settings.out)
     folder = prepare_folder(config.target)
-    found = read(source, folder)
-    # An export says what the head was trained on; what comes from elsewhere belongs to this target.
-    present = fingerprint(folder)
-    marks = found.meta.get("target_fingerprint", present)
-    compare_targets(source, marks, present)
+    found = read_head(source, folder, fingerprint(folder), settings.layout)
+    layout = found.meta["layout"]
+    if layout == NATIVE:
+        raise ValueError(f"{source} is a native head folder already")
+    if settings.layout is None:
+        invocation.say(f"layout: {layout}")
     save_head(
         out,
         found.head,
-        target_fingerprint=marks,
+        target_fingerprint=found.meta["target_fingerprint"],
         draft_ids=found.draft_ids,
         trained_length=int(found.meta.get("trained_length", 0)),
         config=invocation.resolved,
-        training={**found.meta.get("training", {}), "imported_from": layout},
+        training={**found.meta["training"], "imported_from": layout},
     )
-    difference = largest_difference(found, load_head(out), Trunk.load(folder, torch.float32))
-    if not difference <= TOLERANCE:
-        raise ValueError(
-            f"{out}: read back, the head's logits differ by {difference:.3g}; do not use it"
-        )
+    trunk = Trunk.load(folder, torch.float32)
+    told = proven(out, found, load_head(out), trunk, [seeded(trunk, boundaries_of(found))])
     write_provenance(out, invocation.resolved)
-    invocation.say(f"read back: logits differ by at most {difference:.3g}")
+    invocation.say(told)
     invocation.wrote(head=out)
     invocation.next("evaluate", f"evaluate.head={out}")
 

@@ -142,7 +142,8 @@ class EagleLayout:
         if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
             faults = share_lm_head(folder, tensors, Path(target_folder))
         if faults:
-            faults += [f"config.json has no {name}" for name in report.guessed]
+            if report.assumed:
+                faults.append(f"config.json has no {', '.join(report.assumed)}")
             raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
         for name, value in report.guessed.items():
             warnings.warn(

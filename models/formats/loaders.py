@@ -66,12 +66,15 @@ class Stopped(Exception):
 class Parameter:
     """What a class allocates, and what becomes of it where the folder has no tensor for it.
 
-    `absent`: random (left as allocated), zeros (left as zeros), raise, shared (the target's is used
-    instead), unused (made, never read).
+    `absent`: random (left as allocated), zeros, ones (left as those), raise, shared (the target's
+    is used instead), unused (made, never read). `group`: what the class packs it with; where
+    another of the group has its tensor, the class takes all of it for loaded and this part stays
+    random.
     """
 
     shape: tuple[int, ...]
     absent: str = "random"
+    group: str = ""
 
 
 Made = dict[str, Parameter]
@@ -87,7 +90,8 @@ class Loader:
         runs: the same -> how it runs, see `facts.facts`.
         rename: a file's name -> the parameter's, None for a tensor that it skips knowingly.
         unexpected: what it does with any other tensor, raise or drop. spared: ends of names that it
-            drops even then.
+            drops even then. looks: whether it looks at a name at all, by the parameters made; where
+            not, it drops that even then.
         prefix: stands before every name in the files. layer: before those of the first layer.
         norms: our names of the norms that it runs. query_norms: its attention norms queries and
             keys.
@@ -103,6 +107,7 @@ class Loader:
     rename: Callable[[str], str | None] = lambda name: name
     unexpected: str = "raise"
     spared: tuple[str, ...] = ()
+    looks: Callable[[str, Made], bool] = lambda name, made: True
     prefix: str = ""
     layer: str = "layers.0."
     norms: tuple[str, ...] = ()
@@ -118,8 +123,8 @@ class Report:
 
     Attributes:
         engine, loader: which one. raised: what stops it; empty where it loads.
-        dropped: tensors that it ignored. random, zeros: parameters that were left so. shared: those
-            taken from the target.
+        dropped: tensors that it ignored. random, zeros, ones: parameters that were left so. shared:
+            those taken from the target.
         read, assumed, guessed: see `Keys`. runs: how the head is run then.
     """
 
@@ -129,6 +134,7 @@ class Report:
     dropped: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     read: dict[str, Any] = field(default_factory=dict)
     assumed: dict[str, Any] = field(default_factory=dict)
@@ -147,6 +153,7 @@ class Report:
             (self.dropped, "drops {} without an error"),
             (self.random, "finds no {} and leaves it uninitialised"),
             (self.zeros, "finds no {} and leaves it zero"),
+            (self.ones, "finds no {} and leaves it one"),
         ):
             found += [words.format(few(names))] if names else []
         return found
@@ -204,7 +211,8 @@ class Engine:
             if place is None:
                 continue
             if place not in made:
-                if loader.unexpected == "raise" and not name.endswith(loader.spared or "\0"):
+                strict = loader.unexpected == "raise" and loader.looks(name, made)
+                if strict and not name.endswith(loader.spared or "\0"):
                     raised.append(f"there is no parameter for {name}")
                 else:
                     dropped.append(name)
@@ -218,12 +226,14 @@ class Engine:
         # As the folder spells the first layer.
         short = any(name.startswith("midlayer.") for name in tensors)
         left: dict[str, list[str]] = {}
+        whole = {made[name].group for name in found} - {""}
         for name, parameter in made.items():
             if name not in found:
                 told = name.replace("layers.0.", "midlayer.") if short else name
-                left.setdefault(parameter.absent, []).append(told)
+                absent = "random" if parameter.group in whole else parameter.absent
+                left.setdefault(absent, []).append(told)
         raised += [f"there is no tensor {name}" for name in left.get("raise", [])]
-        parts = {part: tuple(left.get(part, ())) for part in ("random", "zeros", "shared")}
+        parts = {part: tuple(left.get(part, ())) for part in ("random", "zeros", "ones", "shared")}
         return Report(
             self.name,
             loader.name,

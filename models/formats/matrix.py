@@ -164,6 +164,9 @@ def _mtp(layout: MTPLayout, loaded: LoadedHead) -> dict[str, tuple[bool, str]]:
     except ValueError as error:
         return dict.fromkeys([*classes, *otherwise], (False, str(error)))
     told = {engine: (True, name) for engine, name in classes.items()}
+    for report, faults in layout.judge(loaded):
+        if faults:
+            told[report.engine.split()[0]] = False, "; ".join(faults)
     return told | {engine: (False, reason) for engine, reason in otherwise.items()}
 
 

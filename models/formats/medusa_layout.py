@@ -132,7 +132,8 @@ class MedusaLayout:
                 lacks = " (config.json has none)" if name in report.guessed else ""
                 faults.append(f"{name} is {taken}{lacks}, the target has {getattr(target, name)}")
         if faults:
-            faults += [f"config.json has no {name}" for name in report.guessed]
+            if report.assumed:
+                faults.append(f"config.json has no {', '.join(report.assumed)}")
             raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
         for name, value in report.guessed.items():
             warnings.warn(

@@ -33,10 +33,20 @@ from ..heads.config import HeadConfig, NormConfig
 from ..heads.mtp import MTPHead
 from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
+from .facts import differences, facts
+from .loaders import Report
 from .merged import merge
+from .mtp_loaders import MTPNames, engines, has_class
 from .quantised import dequantise, leave_plain
 from .written import NOTE
 
+_SAID_APART = (
+    "_name_or_path",
+    "dtype",
+    "quantization_config",
+    "transformers_version",
+)
+"""Keys of a config.json that have no part in how a head is run or found by an engine."""
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -151,6 +161,7 @@ class MTPLayout:
         target_config = text_config(folder)
         if target_folder is not None:
             compare_shapes(folder, target_config, target_folder)
+            _compare_configs(folder, target_config, target_folder, self._count(raw))
         files, first, key = tensor_files(folder), self._first(target_config), self._count(raw)
         mine = {name: parts for name in files if (parts := self._parts(name, first))}
         if not mine:
@@ -239,6 +250,46 @@ class MTPLayout:
             raise ValueError(
                 f"{title} holds {self.most} module, this head has {head.num_modules}: {remedy}"
             )
+        judged = self.judge(loaded)
+        if judged and all(faults for _, faults in judged):
+            told = "; ".join(fault for _, faults in judged for fault in faults)
+            raise ValueError(f"{title}: {told}. Or {remedy}")
+
+    def judge(self, loaded: LoadedHead) -> list[tuple[Report, list[str]]]:
+        """What each engine that has a class for the target's family does with the head's modules
+        in this layout, and what is wrong with that, a clause each."""
+        target = loaded.head.target_config
+        if not has_class(self.name, str(target.model_type)):
+            return []
+        config, tensors = self.described(loaded)
+        trained, judged = facts(loaded), list[tuple[Report, list[str]]]()
+        for engine in engines(self.name, self.names(config)):
+            report = engine.load(config, tensors, target)
+            faults = [f"{report.title} {fault}" for fault in report.faults()]
+            faults += differences(report.title, report.runs, trained)
+            judged.append((report, faults))
+        return judged
+
+    def described(self, loaded: LoadedHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The configuration and the modules' tensors as they would be written, on the meta
+        device."""
+        head, target = loaded.head, loaded.head.target_config
+        config, first = target.to_dict(), self._first(target)
+        config[self._count(config)] = head.num_modules
+        tensors = {
+            self._foreign(name, first): value.detach().to("meta")
+            for name, value in spelt(skeleton(target), head.state_dict()).items()
+        }
+        shape = (int(target.vocab_size), int(target.hidden_size))
+        for module in range(head.num_modules):
+            for name in self.copies:
+                tensors[self._prefix(first + module) + name] = torch.empty(shape, device="meta")
+        return config, tensors
+
+    def names(self, config: dict[str, Any]) -> MTPNames:
+        """How the modules are spelt, for the loaders; `config` is the target's."""
+        count = self._count(_text(config))
+        return MTPNames(self.prefix, self.own, self.layer, self.after_layers, count)
 
     @property
     def norms(self) -> NormConfig:
@@ -327,6 +378,23 @@ class MTPLayout:
         inside = rest.removeprefix("layer.")
         theirs = self.own[rest] if inside == rest else self.layer + inside
         return self._prefix(first + int(module)) + theirs
+
+
+def _compare_configs(folder: Path, config: Any, place: Path | str, count: str) -> None:
+    """ValueError where the folder's configuration says another thing than the target's, whose layer
+    the modules have; a key that is missing there stands at its default."""
+    apart = {*_SAID_APART, count}
+    told, known = (
+        {key: value for key, value in one.to_dict().items() if key not in apart}
+        for one in (config, text_config(place))
+    )
+    differing = changes(known, told)
+    if differing:
+        raise ValueError(
+            f"{folder}: its config.json is not that of the target {place}: "
+            f"{'; '.join(differing)}. Copy it whole from there, or name the target it is of, "
+            "target.source=…"
+        )
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:

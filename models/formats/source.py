@@ -1,5 +1,5 @@
-"""What a folder holds: the head that `head.init.source` names (the target's own MTP weights, or
-another head), and the layout of a head from elsewhere."""
+"""What a folder holds: a head in whatever layout it has, and the head that `head.init.source` names
+(the target's own MTP weights, or another head)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json
+from ..files import content_hash, read_json, sha256_file
 from ..heads.checkpoint import LoadedHead, compare_targets, load_head
 from ..skeleton import text_config
 from ..trunk import tensor_files
-from . import MTP_LAYOUTS
+from . import MTP_LAYOUTS, layout
 from .eagle_files import weight_names
 from .mtp_layout import MTPLayout
 from .vllm_eagle3 import IDS
 from .written import NOTE
 
-TARGET_MTP = "target-mtp"
+TARGET_MTP, NATIVE = "target-mtp", "native"
 
 
 def own_layout(folder: Path | str) -> MTPLayout | None:
@@ -29,6 +29,53 @@ def own_layout(folder: Path | str) -> MTPLayout | None:
     names, kind = tensor_files(Path(folder)), read_json(Path(folder) / "config.json")["model_type"]
     config = text_config(folder)
     return next((one for one in MTP_LAYOUTS if one.belongs(str(kind), names, config)), None)
+
+
+def read_head(
+    folder: Path | str, target_folder: Path | str, marks: dict[str, str], named: str | None = None
+) -> LoadedHead:
+    """A head to be run, whatever layout its folder has; `meta["layout"]` says which.
+
+    Args:
+        target_folder, marks: the target that it is to draft for, and its fingerprint. named: the
+            layout, where it is known; None finds it.
+    Raises:
+        ValueError: a layout that is not known, a head for another target, and whatever reading
+            refuses.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if named is None and ("format" in config or (folder / "head.safetensors").exists()):
+        loaded = load_head(folder, marks)
+        return dataclasses.replace(loaded, meta={**loaded.meta, "layout": NATIVE})
+    name = named or layout_of(folder)
+    found = layout(name)[1](folder, target_folder)
+    # An export says what the head was trained on; what comes from elsewhere belongs to this target.
+    trained = found.meta.get("target_fingerprint", marks)
+    compare_targets(folder, trained, marks)
+    # How it began cannot be rebuilt: a layout has no place for head.init.
+    training = {k: v for k, v in found.meta.get("training", {}).items() if k != "state_rms"}
+    meta = {
+        **found.meta,
+        "layout": name,
+        "head": dataclasses.asdict(found.head.config),
+        "recycle": dataclasses.asdict(found.head.recycle),
+        "target_fingerprint": trained,
+        "training": training,
+        "sha256": content_of(folder),
+    }
+    return dataclasses.replace(found, meta=meta)
+
+
+def content_of(folder: Path | str) -> str:
+    """A hash of what decides how the head in a folder is run: its weights and its config.json."""
+    folder = Path(folder)
+    if (folder / "head.safetensors").exists():
+        return sha256_file(folder / "head.safetensors")
+    kinds = ("*.safetensors", "*.bin", "*.pt")
+    files = sorted(path for kind in kinds for path in folder.glob(kind))
+    named = [folder / "config.json", folder / NOTE, *files]
+    return content_hash({path.name: sha256_file(path) for path in named if path.exists()})
 
 
 def layout_of(folder: Path | str) -> str:
@@ -51,7 +98,7 @@ def layout_of(folder: Path | str) -> str:
         return "medusa"
     names = weight_names(folder)
     inner = {name.removeprefix("model.") for name in names}
-    if any(name.endswith("hidden_norm.weight") for name in inner):
+    if "d2t" in inner or any("midlayer." in n or n.endswith("hidden_norm.weight") for n in inner):
         return _eagle3_layout(folder, config, named)
     if "fc.weight" in inner:
         if named.endswith("Eagle"):
@@ -64,7 +111,9 @@ def layout_of(folder: Path | str) -> str:
         return own.name
     raise ValueError(
         f"{folder}: neither its config.json nor the names of its tensors tell a layout that is "
-        "known; name it, import_head.layout=…"
+        "known: an EAGLE folder has fc.weight, one of EAGLE-3 d2t, midlayer.* or "
+        "*.hidden_norm.weight, a checkpoint with MTP modules their projection (*.eh_proj.weight, "
+        "mtp.fc.weight, *.input_proj.weight); name it, import_head.layout=…"
     )
 
 

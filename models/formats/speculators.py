@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..heads.checkpoint import LoadedHead
 from .eagle3 import with_vocabulary
 from .eagle_files import EMBEDDING
 from .eagle_layout import EagleLayout
-from .loaders import Engine, Loader, Stopped
+from .loaders import Engine, Keys, Loader, Stopped
 from .vllm_eagle import VERSION
 from .vllm_eagle3 import CLASSES, IDS, all_or_none, with_flags, with_ids
 
@@ -61,21 +63,29 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
         raise Stopped(f"transformer_layer_config.model_type {kind!r} is not one of {[*_CLASSES]}")
     flat = {
         **layer,
-        "draft_vocab_size": config.get("draft_vocab_size"),
-        "norm_before_residual": config.get("norm_before_residual", True),
         "norm_before_fc": config.get("norm_before_fc", False),
         "fc_norm": config.get("fc_norm", False),
         "norm_output": config.get("norm_output", False),
         "architectures": [_CLASSES[kind]],
     }
-    for name in ("target_hidden_size", IDS):
-        if config.get(name):
+    for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual", IDS):
+        if config.get(name) is not None:
             flat[name] = config[name]
     return flat
 
 
-# vLLM finds the copy equal and shares the target's; the library itself needs one, see above.
-_COPIED = tuple(replace(one, fills={EMBEDDING: EMBEDDING}) for one in CLASSES[1:])
+def _assuming(loader: Loader) -> Loader:
+    """The class as vLLM runs it from such a folder: another default. It finds the copy of the
+    embedding equal and shares the target's; the library itself needs one, see above."""
+
+    def runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        normed = keys.get("norm_before_residual", True, guess=True)
+        return loader.runs(keys, target, tensors) | ({"residual": "post-norm"} if normed else {})
+
+    return replace(loader, runs=runs, fills={EMBEDDING: EMBEDDING})
+
+
+_COPIED = tuple(map(_assuming, CLASSES[1:]))
 SPECULATORS_VLLM = Engine(VERSION, lambda keys: keys.need("architectures")[0], _COPIED, flat=_flat)
 
 

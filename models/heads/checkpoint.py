@@ -45,6 +45,8 @@ _SHAPE = (
     "num_key_value_heads",
 )
 """What a head's target and the one that it comes to must agree on."""
+_NEEDED = ("head", "recycle", "target_config", "target_fingerprint", "trained_length", "sha256")
+"""What a head's config.json has in every format."""
 _READABLE = (1, 2)
 """Format 1 knew one recycled `mtp` module, whose tensors had no `blocks.0.` before their names."""
 
@@ -124,6 +126,12 @@ def load_head(folder: Path | str, target_fingerprint: dict[str, str] | None = No
         raise ValueError(
             f"{folder}: head format {meta.get('format')!r}, this version reads "
             f"{', '.join(map(str, _READABLE))}"
+        )
+    lacking = [name for name in _NEEDED if name not in meta]
+    if lacking:
+        raise ValueError(
+            f"{folder}: config.json has no {', '.join(lacking)}; it is not as it was written, copy "
+            "the whole folder again"
         )
     weights = folder / "head.safetensors"
     if not weights.exists():

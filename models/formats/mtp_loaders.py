@@ -1,0 +1,306 @@
+"""What vLLM's and SGLang's classes do with the MTP modules of a target's checkpoint, as
+descriptions that can be run (`loaders.py`); the parameters are the family's own layer and what the
+layout puts around it.
+
+vLLM (0.33.0): what is no tensor of a module that config.json counts is never looked at; inside one,
+an unknown name raises, but any `.bias` is dropped. Whatever is missing raises, in a target that is
+not quantised; of a projection that it packs with others (q, k, v; gate, up; all experts) one that
+is missing stays random. In a quantised target everything that is missing stays random, but that
+DeepSeek's class raises where a whole module is. Embedding and lm_head are the target's;
+Qwen3NextMTP and MiMoMTPModel raise where the target's lm_head is tied, since they make one.
+
+SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), the rest
+random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says nothing,
+Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's and GLM's
+take one module and no more; MiMo's loads every module over the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..heads.config import HeadConfig
+from ..heads.mtp import MTPHead
+from ..skeleton import skeleton, spelt
+from .loaders import Engine, Keys, Loader, Made, Parameter, Stopped
+from .sglang_eagle import VERSION as SGLANG
+from .vllm_eagle import VERSION as VLLM
+
+_PACKED = (
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13."),
+    (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2."),
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+    (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj."),
+)
+
+
+@dataclass(frozen=True)
+class MTPNames:
+    """How a layout spells its modules; see `MTPLayout`."""
+
+    prefix: str
+    own: dict[str, str]
+    layer: str
+    after_layers: bool
+    count: str
+
+
+@dataclass(frozen=True)
+class MTPClass:
+    """A class of an engine for the MTP modules of a family.
+
+    Attributes:
+        name: as the engine registers it. family: start of the model_type. whole: the engine refuses
+            to start where a parameter of an unquantised target has no tensor; else norms stay one
+            or zero and the rest random. unexpected: see `Loader`.
+        counted: it looks at the modules that config.json counts, not at every one.
+        copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
+            that is missing; those it does not make it skips knowingly.
+        one: the number of modules that it stops at. first: it runs the first module alone.
+        merged: each module is loaded over the one before. present: it raises where a whole module
+            is missing. own_lm_head: it raises where the target has none of its own.
+        default: modules where config.json has no number; None needs it.
+        norms: our names of those that it runs. recycled: as `facts` says it; None where it is
+            another than the layout's from the second draft on. masked: the embedding at position 0
+            is zeroed; None where the layout holds both.
+    """
+
+    name: str
+    family: str
+    whole: bool = False
+    unexpected: str = "raise"
+    counted: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+    one: bool = False
+    first: bool = False
+    merged: bool = False
+    present: bool = False
+    own_lm_head: bool = False
+    default: int | None = None
+    norms: tuple[str, ...] = ("embedding", "hidden", "attention_input", "output")
+    recycled: str | None = "its output after the norm"
+    masked: bool | None = None
+    order: tuple[str, str] = ("embedding", "hidden")
+    style: str = "rms"
+
+
+_SHARED = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "shared"))
+_OWN_HEAD = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "raise"))
+_GEMMA = {"style": "gemma", "masked": False, "default": 1}
+CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
+    "deepseek-mtp": {
+        VLLM: (
+            MTPClass(
+                "DeepSeekMTPModel",
+                "deepseek_v3",
+                whole=True,
+                counted=True,
+                copies=_OWN_HEAD,
+                present=True,
+            ),
+        ),
+        SGLANG: (
+            MTPClass("DeepseekV3ForCausalLMNextN", "deepseek_v3", unexpected="drop", one=True),
+        ),
+    },
+    "glm-mtp": {
+        VLLM: (
+            MTPClass(
+                "Glm4MoeMTPModel",
+                "glm4_moe",
+                whole=True,
+                counted=True,
+                copies=_SHARED,
+                recycled="its output before the norm",
+            ),
+        ),
+        SGLANG: (
+            MTPClass(
+                "Glm4MoeForCausalLMNextN",
+                "glm4_moe",
+                unexpected="drop",
+                one=True,
+                recycled=None,
+            ),
+        ),
+    },
+    "qwen-mtp": {
+        VLLM: (
+            MTPClass("Qwen3NextMTP", "qwen3_next", whole=True, own_lm_head=True, **_GEMMA),
+            MTPClass("Qwen3_5MTP", "qwen3_5", whole=True, **_GEMMA),
+        ),
+        SGLANG: (
+            MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", **_GEMMA),
+            MTPClass("Qwen3_5ForCausalLMMTP", "qwen3_5", unexpected="drop", **_GEMMA),
+        ),
+    },
+    "mimo-mtp": {
+        VLLM: (
+            MTPClass(
+                "MiMoMTPModel",
+                "mimo",
+                whole=True,
+                own_lm_head=True,
+                first=True,
+                order=("hidden", "embedding"),
+                masked=True,
+            ),
+        ),
+        SGLANG: (
+            MTPClass("MiMoMTP", "mimo", merged=True, order=("hidden", "embedding"), masked=True),
+        ),
+    },
+    "ernie-mtp": {
+        SGLANG: (
+            MTPClass(
+                "Ernie4_5_MoeForCausalLMMTP",
+                "ernie4_5_moe",
+                present=True,
+                norms=("embedding", "hidden", "attention_input"),
+                recycled="its output",
+                masked=True,
+            ),
+        ),
+    },
+}
+"""Layout -> engine -> its classes. TensorRT-LLM's were not read."""
+
+
+def engines(layout: str, names: MTPNames) -> tuple[Engine, ...]:
+    """The engines that have classes for a layout."""
+    return tuple(
+        Engine(engine, _resolver(classes), tuple(_loader(one, names) for one in classes), _text)
+        for engine, classes in CLASSES.get(layout, {}).items()
+    )
+
+
+def has_class(layout: str, model_type: str) -> bool:
+    """Whether one of them has a class for targets of this model_type."""
+    classes = [one for known in CLASSES.get(layout, {}).values() for one in known]
+    return any(model_type.startswith(one.family) for one in classes)
+
+
+@lru_cache(maxsize=8)
+def module_shapes(described: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of one MTP module as its family's checkpoints spell them.
+
+    Args:
+        described: transformers' configuration of the target as JSON.
+    Returns:
+        name inside the module (that of the decoder layer after `layer.`) -> shape.
+    """
+    target = AutoConfig.for_model(**json.loads(described))
+    with torch.device("meta"):
+        head = MTPHead(HeadConfig("mtp"), target)
+    tensors = spelt(skeleton(target), dict(head.state_dict()))
+    return {name.removeprefix("blocks.0."): tuple(value.shape) for name, value in tensors.items()}
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
+
+
+def _resolver(classes: tuple[MTPClass, ...]) -> Callable[[Keys], str]:
+    def resolve(keys: Keys) -> str:
+        kind = str(keys.need("model_type"))
+        found = next((one.name for one in classes if kind.startswith(one.family)), None)
+        if found is None:
+            raise Stopped(f"there is no MTP class for targets of model_type {kind!r}")
+        return found
+
+    return resolve
+
+
+def _loader(one: MTPClass, names: MTPNames) -> Loader:
+    def modules(keys: Keys) -> int:
+        if one.default is None:
+            return int(keys.need(names.count))
+        return int(keys.get(names.count, one.default) or one.default)
+
+    def prefix(target: Any, module: int) -> str:
+        first = int(target.num_hidden_layers) if names.after_layers else 0
+        return names.prefix.format(index=first + module)
+
+    def made(keys: Keys, target: Any) -> Made:
+        count, found = modules(keys), Made()
+        if one.one and count != 1:
+            raise Stopped(f"config.json has {names.count}={count}, and it takes 1 module alone")
+        if one.own_lm_head and keys.get("tie_word_embeddings", False):
+            raise Stopped("it makes an lm_head and finds none, since the target's is tied")
+        quantised = bool(keys.get("quantization_config"))
+        loose = "random" if one.whole or one.style == "rms" else "zeros"
+        for module in range(1 if one.merged else count):
+            start = prefix(target, module)
+            for name, shape in module_shapes(target.to_json_string(use_diff=False)).items():
+                inside = name.removeprefix("layer.")
+                if inside == name and name not in names.own:
+                    continue  # a norm that the layout's modules do not have
+                theirs = names.own[name] if inside == name else names.layer + inside
+                alone = "raise" if one.whole and not quantised else "random"
+                if not one.whole and len(shape) == 1 and name.endswith("norm.weight"):
+                    alone = "ones" if loose == "random" else loose
+                group = _group(start + theirs) if one.whole else ""
+                found[start + theirs] = Parameter(shape, alone, group)
+            shape = (int(target.vocab_size), int(target.hidden_size))
+            for name, absent in one.copies:
+                left = "shared" if quantised else absent
+                found[start + name] = Parameter(shape, left)
+        return found
+
+    def runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        count = modules(keys)
+        for module in range(count):
+            start = prefix(target, module)
+            if one.present and not any(name.startswith(start) for name in tensors):
+                raise Stopped(f"the weights of MTP module {start.rstrip('.')} are missing")
+        told: dict[str, Any] = {
+            "norms": one.norms,
+            "order": one.order,
+            "style": one.style,
+            "modules": 1 if one.first or one.merged else count,
+        }
+        if one.recycled is not None:
+            told["recycled"] = one.recycled
+        return told | ({} if one.masked is None else {"masked": one.masked})
+
+    def rename(name: str) -> str | None:
+        if not one.copies and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+            return None
+        if one.merged:
+            return re.sub(r"^(model\.mtp_layers)\.\d+\.", r"\1.0.", name)
+        return name
+
+    def looks(name: str, made: Made) -> bool:
+        if one.counted:
+            start = re.match(r".*?layers\.\d+\.", name)
+            return start is not None and any(key.startswith(start.group()) for key in made)
+        return name.startswith(names.prefix.partition("{")[0])
+
+    return Loader(
+        one.name,
+        "",
+        made,
+        runs,
+        rename,
+        unexpected=one.unexpected,
+        spared=() if names.prefix == "model.mtp_" else (".bias",),
+        looks=looks,
+    )
+
+
+def _group(name: str) -> str:
+    """What vLLM packs a tensor with; nothing for most."""
+    for pattern, packed in _PACKED:
+        if pattern.search(name):
+            return pattern.sub(packed, name)
+    return ""
