@@ -11,7 +11,6 @@ import handbook
 import pytest
 from handbook import NAMES, PROGRAMS, ROOT, shell
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from draftsmith.conf.compose import check, composed, is_sweep, options, to_config
 from draftsmith.scripts.cli import VERBS

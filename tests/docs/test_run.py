@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import draftsmith
 import handbook
 import pytest
 from handbook import NAMES, ROOT
 
+import draftsmith
 from draftsmith.scripts.cli import main
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards boil black quartz".split()
@@ -107,13 +107,11 @@ def test_marked_python_runs(
 
 
 def test_public_names_are_what_they_say() -> None:
-    """Each is there, listed by `dir`, and the same for type checkers; another is refused."""
-    listed = [name for names in draftsmith._PUBLIC.values() for name in names]
-    for module, names in draftsmith._PUBLIC.items():
+    """Each is there, listed by `dir` and told on the page; another is refused."""
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    for names in draftsmith._PUBLIC.values():
         for name in names:
             assert getattr(draftsmith, name).__module__.startswith("draftsmith.")
-        line = f"    from .{module} import {', '.join(names)}\n"
-        assert line in (ROOT / "__init__.py").read_text()
-    assert set(listed) <= set(dir(draftsmith))
+            assert name in dir(draftsmith) and name in page
     with pytest.raises(AttributeError, match="has no attribute 'Targett'"):
-        _ = draftsmith.Targett  # pyright: ignore[reportAttributeAccessIssue]
+        _ = draftsmith.Targett
