@@ -14,7 +14,13 @@ _FOLDERS = ("kernels", "models", "inference", "conf", "scripts", "tests", "docs"
 """Folders of the checkout that a work folder has nothing like; below `data/` and `train/` only
 Python files are meant."""
 
-AWAITED = {"troubleshooting.md", "scale-out.md", "when-drafting-pays.md"}
+AWAITED = {
+    "troubleshooting.md",
+    "scale-out.md",
+    "when-drafting-pays.md",
+    "formats/report.md",
+    "formats/medusa.md",
+}
 """Pages that are linked before they are written."""
 
 
@@ -29,7 +35,8 @@ def test_links_and_anchors_lead_somewhere(name: str) -> None:
         place, _, anchor = link.partition("#")
         path = (page.parent / place).resolve() if place else page
         if not path.exists():
-            wrong += [link] if path.name not in AWAITED else []
+            awaited = str(path).removeprefix(f"{ROOT}/docs/") in AWAITED
+            wrong += [] if awaited else [link]
         elif anchor and anchor not in handbook.anchors(path.read_text()):
             wrong.append(link)
     assert not wrong
