@@ -119,12 +119,13 @@ def fault_in(words: list[str]) -> str | None:
     command = import_module(f"draftsmith.scripts.{verb.replace('import', 'import_head')}").VERB
     try:
         _, flags, overrides = command.read(rest)
-        parsed = check(overrides, flags.config_dir)
         jobs = [overrides]
-        if any(one.is_sweep_override() for one in parsed):
-            if not flags.multirun and not is_sweep(parsed, flags.config_dir):
-                return "several values without --multirun"
-            (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        if any("," in word for word in overrides):
+            parsed = check(overrides, flags.config_dir)
+            if any(one.is_sweep_override() for one in parsed):
+                if not flags.multirun and not is_sweep(parsed, flags.config_dir):
+                    return "several values without --multirun"
+                (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         for job in jobs:
             if (line := (flags.config_dir, *job)) not in _COMPOSED:
                 to_config(composed(job, flags.config_dir))
