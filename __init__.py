@@ -10,23 +10,7 @@ imported when it is first asked for.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .data.batches import BatchPlan
-    from .data.cache import Cache
-    from .data.dump import DumpConfig, dump
-    from .data.probes import state_rms
-    from .data.prompts import load_prompts
-    from .data.rows import Rows, RowsConfig, prepare
-    from .inference.acceptance import PromptSet, measure
-    from .inference.config import EngineConfig, SamplingParams
-    from .inference.engine import Engine
-    from .inference.head_drafter import HeadDrafter
-    from .models.heads import HeadConfig, build_head, load_head, save_head
-    from .models.target import Target, TargetConfig, load_tokenizer
-    from .train.config import TrainConfig
-    from .train.loop import Trainer
+from typing import Any
 
 __version__ = "0.1.0"
 

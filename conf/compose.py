@@ -8,6 +8,7 @@ that would.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ ROOT = "config"
 
 def register() -> None:
     """Put the typed schema where Hydra's defaults list finds it; may be called again."""
-    ConfigStore.instance().store(name="schema", node=schema_of(Config))
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=schema_of(Config))
 
 
 def composed(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
@@ -83,6 +86,7 @@ def plain(node: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+@cache
 def groups() -> dict[str, list[str]]:
     """The choices of every configuration group, both sorted."""
     found: dict[str, list[str]] = {}
@@ -96,6 +100,7 @@ def groups() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
+@cache
 def options() -> dict[str, str]:
     """The meaning of every key that a run may set, in the order of the schema; empty where none is
     written down."""

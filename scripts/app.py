@@ -143,7 +143,7 @@ class Verb:
         given = [word for word in given if not word.startswith(("--local_rank", "--local-rank"))]
         console = Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
         with _short_warnings():
-            return self._guarded(lambda: self._run(self._spelt_out(given), console))
+            return self._guarded(lambda: self._run(given, console))
 
     def help(self) -> str:
         """The text of `--help`: purpose, input, output, options with defaults and meanings,
@@ -179,7 +179,21 @@ class Verb:
         )
         return "\n".join(lines)
 
-    def _spelt_out(self, given: list[str]) -> list[str]:
+    def read(self, given: Sequence[str]) -> tuple[list[str], Any, list[str]]:
+        """What a command line stands for: its words with every short form spelt out, Hydra's own
+        flags among them (an `argparse.Namespace`), and all overrides, the verb's own first.
+
+        Raises:
+            ValueError: a short form without a value, or a list given twice.
+        """
+        spelt = self._spelt_out(given)
+        flags = get_args_parser().parse_intermixed_args(spelt)
+        words = self._with_list(flags.overrides)
+        typed = {word.split("=")[0].lstrip("+") for word in words}
+        own = [word for word in self.defaults if word.split("=")[0] not in typed]
+        return spelt, flags, [*own, *words]
+
+    def _spelt_out(self, given: Sequence[str]) -> list[str]:
         """The command line with every flag as the override that it stands for."""
         words: list[str] = []
         rest = iter(given)
@@ -213,16 +227,10 @@ class Verb:
 
     def _run(self, given: list[str], console: Console) -> int:
         _check_launcher(os.environ)
-        flags = get_args_parser().parse_intermixed_args(given)
+        given, flags, overrides = self.read(given)
         if flags.help:
             console.print(self.help(), highlight=False, markup=False)
             return 0
-        words = self._with_list(flags.overrides)
-        typed = {word.split("=")[0].lstrip("+") for word in words}
-        overrides = [
-            *(word for word in self.defaults if word.split("=")[0] not in typed),
-            *words,
-        ]
         parsed = check(overrides, flags.config_dir)
         several = any(override.is_sweep_override() for override in parsed)
         if not flags.multirun and not (several and is_sweep(parsed, flags.config_dir)):
