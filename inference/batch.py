@@ -15,7 +15,8 @@ from ..kernels.causal_attention import causal_attention
 from ..kernels.decoder_pass import PagedLayers
 from ..kernels.jit import use_triton
 from ..kernels.kv_append import is_prefix, kv_append
-from ..kernels.paged_attention import DraftedRows, PagedRows, paged_attention
+from ..kernels.paged_attention import paged_attention
+from ..kernels.paged_rows import DraftedRows, PagedRows
 from ..kernels.tree_attention import tree_attention
 from ..kernels.tree_build import ABSENT, TreeTables, build_trees
 from .pages import KVPool

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..kernels.accept import accept_greedy
 from ..kernels.kv_append import kv_append
-from ..kernels.paged_attention import PagedRows, paged_attention
+from ..kernels.paged_attention import paged_attention
+from ..kernels.paged_rows import PagedRows
 from ..kernels.place_rows import place_rows
 from ..kernels.shift import shift_insert
 from ..models.heads import Head

@@ -15,7 +15,7 @@ import ctypes
 from torch import Tensor
 
 from .native import POINTER, SMALL, TYPES, Native
-from .paged_attention import PagedRows
+from .paged_rows import PagedRows
 
 MOST = 16
 """Rows of a sequence that one call takes."""

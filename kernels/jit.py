@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launches import tuned_here
+
 VARIABLE = "DRAFTSMITH_KERNELS"
 CHOICES = ("auto", "compiled", "reference", "triton")
 
@@ -50,8 +52,17 @@ class Kernel:
         self.function.__globals__["tl"] = triton.language
         return triton.jit(self.function)
 
+    @functools.cached_property
+    def constants(self) -> tuple[str, ...]:
+        """The names of its compile-time parameters."""
+        given = inspect.signature(self.function).parameters.values()
+        return tuple(one.name for one in given if one.annotation == "tl.constexpr")
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self.built[grid] if _recorded is None else functools.partial(self._record, grid)
+        return functools.partial(self._launch if _recorded is None else self._record, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **asked: Any) -> None:
+        self.built[grid](*args, **{**asked, **tuned_here(self.function.__name__, asked)})
 
     def _record(self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **kwargs: Any) -> None:
         assert _recorded is not None

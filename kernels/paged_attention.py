@@ -25,7 +25,6 @@ width, Dv value width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +33,8 @@ from torch import Tensor
 from .causal_attention import causal_attention_reference
 from .jit import Kernel, interpreting, power_of_two, use_triton
 from .kv_append import is_prefix
+from .merge_splits import merge_splits
+from .paged_rows import PagedRows
 from .tree_attention import tree_attention_reference
 
 if TYPE_CHECKING:
@@ -41,44 +42,6 @@ if TYPE_CHECKING:
 
 _SPAN = 1024  # keys of one piece
 _FEW = 16  # rows of a sequence up to which its keys are cut into pieces
-
-
-@dataclass(frozen=True)
-class DraftedRows:
-    """The trees in the last slots of every sequence, a chain being one too.
-
-    Attributes:
-        ancestry: [N, C] int32, how far up its path a row finds each column of its tree, counted
-            from 1 for itself; 0 off the path (`tree_build`). columns: [B] int64, how many there
-            are. positions: [N] int64 of the rows in the text, by depth.
-    """
-
-    ancestry: Tensor
-    columns: Tensor
-    positions: Tensor
-
-
-@dataclass(frozen=True)
-class PagedRows:
-    """Which rows belong to whom and where their keys lie.
-
-    Attributes:
-        starts: [B+1] int64 borders of the sequences' rows. lengths: [B] int64, keys that the last
-            row of each sees, its own included. pages: [B, P] int, page ids in order; entries behind
-            a sequence's last page are not read.
-        page_size: slots per page.
-        most_rows: at least the rows of every sequence. longest: at least every length. Both are
-            host numbers that set the launch's size and nothing else.
-        tree: None where a row sees all keys up to its own.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    pages: Tensor
-    page_size: int
-    most_rows: int
-    longest: int
-    tree: DraftedRows | None = None
 
 
 def paged_attention_reference(
@@ -198,17 +161,7 @@ def paged_attention(
         num_stages=2,
     )
     if mass is not None:
-        merge_splits_kernel[(num_rows, heads)](
-            partial,
-            mass,
-            out,
-            num_rows,
-            heads,
-            value_width,
-            splits,
-            BLOCK_V=power_of_two(value_width),
-            num_warps=1,
-        )
+        merge_splits(partial, mass, out)
     return out
 
 
@@ -377,25 +330,3 @@ def paged_attention_kernel(
         result.to(out.dtype.element_ty),
         alive[:, None] & (value_column < value_width)[None, :],
     )
-
-
-@Kernel
-def merge_splits_kernel(
-    partial, mass, out, num_rows, heads, value_width, splits, BLOCK_V: tl.constexpr
-):
-    """One row of one head: its pieces, each already normalised, weighted by exp(log-sum-exp)."""
-    line = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
-    step = tl.full([], 1, tl.int64) * num_rows * heads
-    column = tl.arange(0, BLOCK_V)
-    inside = column < value_width
-    best = tl.full([], float("-inf"), tl.float32)
-    for split in range(0, splits):
-        best = tl.maximum(best, tl.load(mass + split * step + line))
-    total = tl.zeros([], tl.float32)
-    mixed = tl.zeros([BLOCK_V], tl.float32)
-    for split in range(0, splits):
-        share = tl.exp(tl.load(mass + split * step + line) - best)
-        total += share
-        piece = tl.load(partial + (split * step + line) * value_width + column, inside, 0.0)
-        mixed += share * piece
-    tl.store(out + line * value_width + column, (mixed / total).to(out.dtype.element_ty), inside)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import AttentionContext, PackedContext
-from .norm import RMSNorm, use_own_norms
+from .norm import RMSNorm, added, use_own_norms
 from .rotary import Rotary
 from .skeleton import name_of, read_tensors, skeleton
 
@@ -177,9 +177,10 @@ def residual_step(
         position_embeddings=rotary,
         draftsmith=context,
     )[0][0]
-    x = residual + factor * normed(places.after_attention, mixed)
-    added = layer.mlp(normed(places.before_mlp, x)[None])[0]
-    return x + factor * normed(places.after_mlp, added)
+    mixed = normed(places.after_attention, mixed)
+    before_mlp = None if places.before_mlp is None else getattr(layer, places.before_mlp)
+    read, x = added(mixed if factor == 1.0 else factor * mixed, residual, before_mlp)
+    return x + factor * normed(places.after_mlp, layer.mlp(read[None])[0])
 
 
 @torch.no_grad()

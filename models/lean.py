@@ -27,7 +27,7 @@ from ..kernels.decoder_pass import DecoderPass, LayerWeights, Norm
 from ..kernels.packed_linear import GatedLinear, PackedLinear
 from ..kernels.rotary import rotate
 from .attention import AttentionContext, OverPages
-from .norm import RMSNorm, own_norm
+from .norm import RMSNorm, added, own_norm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -68,6 +68,8 @@ class LeanLayer:
         # Of a layer that ranks hold between them (`shard`), these two give a part of their sum.
         self.o = _summed(attention.o_proj, self.o)
         self.down = _summed(mlp.down_proj, self.down)
+        # Where it does not, the sum goes with the norm that reads it.
+        self.sum_rides = isinstance(self.o, _Summed) or self.o.packed or self.o.tiled
 
     @cached_property
     def weights(self) -> LayerWeights | None:
@@ -122,8 +124,12 @@ class LeanLayer:
         mixed = context.attend(
             self.index, q, k, v, scaling=self.scaling, window=self.window, softcap=None
         )
-        x = self.o(mixed.reshape(x.shape[0], -1), "add", x)
-        h = self.mlp_norm(x)
+        mixed = mixed.reshape(x.shape[0], -1)
+        if self.sum_rides:
+            x = self.o(mixed, "add", x)
+            h = self.mlp_norm(x)
+        else:
+            h, x = added(self.o(mixed), x, self.mlp_norm)
         return self.down(self.gated(h), "add", x)
 
 

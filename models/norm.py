@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..kernels.add_norm import add_norm
+from ..kernels.norm_concat import norm_concat
 from ..kernels.rms_norm import rms_norm
 
 
@@ -37,6 +39,33 @@ class RMSNorm(nn.Module):
             wide = torch.promote_types(x.dtype, torch.float32)
             return rms_norm(x.to(wide), 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
+
+
+def side_by_side(first: nn.Module, a: Tensor, second: nn.Module, b: Tensor) -> Tensor:
+    """[first(a) ; second(b)] of two norms, either of which may be the identity: a, b [N, H] ->
+    [N, 2H], written once on a GPU."""
+    norms = [module for module in (first, second) if isinstance(module, RMSNorm)]
+    if a.dtype != b.dtype or any(_unlike(norm, norms[0]) for norm in norms):
+        return torch.cat([first(a), second(b)], -1)
+    of_a, of_b = (
+        module.weight.to(a.dtype) if isinstance(module, RMSNorm) else None
+        for module in (first, second)
+    )
+    return norm_concat(a, b, of_a, of_b, norms[0].eps if norms else 0.0)
+
+
+def added(x: Tensor, residual: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """(norm(residual + x), residual + x), [N, H] each, in one pass on a GPU; the sum itself where
+    there is no norm."""
+    if isinstance(norm, RMSNorm) and not _unlike(norm, norm) and x.dtype == residual.dtype:
+        return add_norm(x, residual, norm.weight.to(x.dtype), norm.eps)
+    total = residual + x
+    return (total if norm is None else norm(total)), total
+
+
+def _unlike(norm: RMSNorm, other: RMSNorm) -> bool:
+    """Whether the fused forms cannot take them together: Gemma's are rounded elsewhere."""
+    return norm.style != "rms" or norm.eps != other.eps
 
 
 def own_norm(module: Any) -> RMSNorm:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.jit import Launch, recorded
+from ..kernels.launches import LAUNCH, tuned
 from ..models.files import atomic_write_bytes
 from .op_arguments import Size
 from .op_cases import CASES
@@ -123,9 +124,13 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
     from triton.compiler import ASTSource
 
     kernel = launch.kernel.built
-    signature, constants, attributes = _specialise(kernel, launch.arguments)
-    source = ASTSource(kernel, signature, constants, attributes)
+    arguments = dict(launch.arguments)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    asked = {name: arguments[name] for name in launch.kernel.constants}
+    for name, value in tuned(kernel.fn.__name__, asked, capability).items():
+        (options if name in LAUNCH else arguments)[name] = value
+    signature, constants, attributes = _specialise(kernel, arguments)
+    source = ASTSource(kernel, signature, constants, attributes)
     key = repr((source.hash(), sorted(options.items()), capability, triton.__version__))
     place = _kept(key)
     if place.exists():
@@ -141,7 +146,7 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
         kernel.fn.__name__,
         size,
         capability,
-        launch.num_warps,
+        options["num_warps"],
         registers,
         compiled.metadata.shared,
         spilled,

@@ -195,7 +195,8 @@ def median_seconds(call: Callable[[], Any]) -> float:
     """Of a call, its inputs not in the cache."""
     from triton.testing import do_bench
 
-    return float(do_bench(call, return_mode="median")) / 1e3
+    milliseconds: Any = do_bench(call, return_mode="median")
+    return float(milliseconds) / 1e3
 
 
 def timings(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.paged_attention import PagedRows
+from ..kernels.paged_rows import PagedRows
 from .op_calls import Case
 
 Make = Callable[..., Callable[[], Tensor]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.accept_chains import Chains
 from ..kernels.accept_tree import Trees
-from ..kernels.paged_attention import DraftedRows, PagedRows
+from ..kernels.paged_rows import DraftedRows, PagedRows
 from ..kernels.tree_build import build_trees_reference
 
 PAGE = 16

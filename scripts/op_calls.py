@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.distill_chunk import ChunkFigures
-from ..kernels.paged_attention import PagedRows
+from ..kernels.paged_rows import PagedRows
 from ..kernels.tree_build import TreeTables
 from .op_arguments import CHAIN, SIZES, Maker, Size
 

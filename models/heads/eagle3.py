@@ -22,7 +22,7 @@ from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
 from ..layer import decoder_layer, drop_input_norm, residual_step, widen
 from ..lean import LeanLayer, lean_rotary
-from ..norm import RMSNorm
+from ..norm import RMSNorm, side_by_side
 from ..trunk import Trunk
 from .config import HeadConfig, recycle_spec
 from .protocol import Head, HeadFunction, HeadStep
@@ -102,15 +102,19 @@ class Eagle3Head(Head):
         step: int = 0,
     ) -> HeadStep:
         """See `Head.forward`."""
-        normed = self.hnorm(hidden)
-        residual = normed if self.recycle.residual == "post-norm" else hidden
+        read, residual = self.read(embeds, hidden)
         rotary = self.rotary(hidden[None], positions[None])
-        read = torch.cat([self.enorm(embeds), normed], -1)
         first, *others = cast("list[Any]", list(self.layers))
         x = residual_step(first, read, residual, rotary, context)
         for layer in others:
             x = residual_step(layer, None, x, rotary, context)
         return self._result(x)
+
+    def read(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads, [N, 2H], and where the residual stream starts."""
+        read = side_by_side(self.enorm, embeds, self.hnorm, hidden)
+        normed = read[:, hidden.shape[1] :]
+        return read, normed if self.recycle.residual == "post-norm" else hidden
 
     def _result(self, x: Tensor) -> HeadStep:
         drafted = self.norm(x)
@@ -164,10 +168,8 @@ class _LeanEagle3:
         step: int = 0,
     ) -> HeadStep:
         head = self.source
-        normed = head.hnorm(hidden)
-        residual = normed if head.recycle.residual == "post-norm" else hidden
+        read, residual = head.read(embeds, hidden)
         cos, sin = lean_rotary(head.rotary, hidden, positions)
-        read = torch.cat([head.enorm(embeds), normed], -1)
         x = self.layers[0].after(read, residual, cos, sin, context)
         for layer in self.layers[1:]:
             x = layer(x, cos, sin, context)

@@ -23,7 +23,7 @@ from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
 from ..layer import decoder_layer, drop_input_norm
 from ..lean import LeanLayer, lean_rotary
-from ..norm import RMSNorm
+from ..norm import RMSNorm, side_by_side
 from ..trunk import Trunk
 from .config import HeadConfig, RecycleSpec, recycle_spec
 from .protocol import Head, HeadFunction, HeadStep
@@ -72,8 +72,9 @@ class FusedModule(nn.Module):
         says."""
         if self.recycle.mask_position_zero:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
-        parts = {"embedding": self.enorm(embeds), "hidden": self.hnorm(hidden)}
-        return torch.cat([parts[name] for name in self.recycle.fusion_order], -1)
+        parts = {"embedding": (self.enorm, embeds), "hidden": (self.hnorm, hidden)}
+        first, second = (parts[name] for name in self.recycle.fusion_order)
+        return side_by_side(*first, *second)
 
     def result(self, x: Tensor) -> HeadStep:
         """The layer's output [N, H], normed to be drafted from, recycled as `recycled` says."""

@@ -27,7 +27,7 @@ def dense_loss(students: Tensor, teacher: Tensor, weight: Tensor, head: Tensor) 
     return -(weight[..., None] * p * log_q).sum()
 
 
-def make(form: str, tokens: int) -> Callable[[], Tensor]:
+def make(form: str, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """One forward and backward pass; what is returned is the students' gradient."""
     generator = torch.Generator().manual_seed(0)
 
@@ -37,12 +37,12 @@ def make(form: str, tokens: int) -> Callable[[], Tensor]:
     head, teacher = random(VOCABULARY, HIDDEN) * 0.1, random(tokens, HIDDEN)
     students, weight = random(1, tokens, HIDDEN).requires_grad_(), torch.ones(1, tokens)
 
-    def call() -> Tensor:
+    def call() -> tuple[Tensor, ...]:
         if form == "ours":
             loss, _ = distill_loss(students, teacher, weight, head)
         else:
             loss = dense_loss(students, teacher, weight, head)
-        return torch.autograd.grad(loss, students)[0]
+        return torch.autograd.grad(loss, students)
 
     return call
 

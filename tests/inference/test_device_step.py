@@ -16,8 +16,8 @@ from draftsmith.models.target import Target
 @pytest.mark.parametrize("count", [1, 3])
 def test_text_and_drafts_are_the_engines(target: Target, head: Head, count: int):
     """Prompts of all lengths side by side; the drafts that are kept are the engine's, too."""
-    settings = {"pool_tokens": 1024, "page_size": 4, "max_batch": 5}
-    plain = Engine(target, EngineConfig(draft_tokens=0, **settings)).run(PROMPTS, GREEDY)
+    settings = EngineConfig(draft_tokens=0, pool_tokens=1024, page_size=4, max_batch=5)
+    plain = Engine(target, settings).run(PROMPTS, GREEDY)
     steps = DeviceSteps(target, head, PROMPTS, 80, count, page_size=4)
     texts = [[int(token)] for token in steps.tokens[:, 0]]
     for _ in range(12):

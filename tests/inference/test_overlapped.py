@@ -4,6 +4,7 @@ to the host a step."""
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,29 @@ def counted(method: Any, name: str, reads: list[str]) -> Any:
         return method(self, *arguments, **named)
 
     return read
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_one_way_to_the_device(target: Target, monkeypatch: pytest.MonkeyPatch, draft_tokens: int):
+    """What the host knows goes there by `upload`, which does not wait; on a GPU any other way of
+    making a tensor of a list would."""
+    settings = config("overlapped", draft_tokens=draft_tokens, poison=False)
+    engine = Engine(target, settings, make("mtp", target))
+    for place, prompt in enumerate(PROMPTS[:3]):
+        engine.add(prompt, SAMPLED if place else GREEDY)
+    engine.step()
+    assert all(sequence.decoding for sequence in engine.scheduler.running)
+    makers: list[str] = []
+    plain = torch.tensor
+
+    def made(*arguments: Any, **named: Any) -> Tensor:
+        makers.append(sys._getframe(1).f_code.co_name)
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(torch, "tensor", made)
+    for _ in range(3):
+        engine.step()
+    assert set(makers) == {"upload"}
 
 
 def test_logits_that_are_not_finite(target: Target, monkeypatch: pytest.MonkeyPatch):

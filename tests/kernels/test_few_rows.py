@@ -9,7 +9,8 @@ import torch
 
 from draftsmith.kernels import few_rows
 from draftsmith.kernels.few_rows import MOST, few_rows_attention
-from draftsmith.kernels.paged_attention import PagedRows, paged_attention_reference
+from draftsmith.kernels.paged_attention import paged_attention_reference
+from draftsmith.kernels.paged_rows import PagedRows
 
 pytestmark = pytest.mark.skipif(
     not few_rows.serves(torch.empty(0)), reason="no C++ compiler on this machine"

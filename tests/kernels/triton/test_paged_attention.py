@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels import paged_attention as module
-from draftsmith.kernels.paged_attention import (
-    DraftedRows,
-    PagedRows,
-    paged_attention,
-    paged_attention_reference,
-)
+from draftsmith.kernels.merge_splits import merge_splits, merge_splits_reference
+from draftsmith.kernels.paged_attention import paged_attention, paged_attention_reference
+from draftsmith.kernels.paged_rows import DraftedRows, PagedRows
 from draftsmith.kernels.tree_build import ABSENT, build_trees_reference
 
 CASES: dict[str, dict[str, Any]] = {
@@ -129,6 +126,18 @@ def test_a_sequence_does_not_feel_its_neighbours(span: int, monkeypatch: pytest.
     alone = PagedRows(rows.starts[:2], rows.lengths[:1], rows.pages[:1], rows.page_size, 2, 50)
     single = paged_attention(q[:, :2], keys, values, alone, scaling=0.3)
     assert torch.equal(together[:2], single)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_pieces_are_put_together(rows: int):
+    """Odd widths, a piece that has nothing for a row, masses far apart."""
+    partial, mass = torch.randn(3, rows, 2, 21), torch.randn(3, rows, 2) * 30
+    if rows:
+        mass[1, 0], partial[1, 0] = float("-inf"), 0
+    out, expected = torch.empty(rows, 2, 21), torch.empty(rows, 2, 21, dtype=torch.float64)
+    merge_splits(partial, mass, out)
+    merge_splits_reference(partial.double(), mass.double(), expected)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_an_empty_batch():
