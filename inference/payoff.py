@@ -63,12 +63,13 @@ class Rates:
 
 
 def chains(runs: Sequence[Run]) -> list[Run]:
-    """Runs whose every draft was K tokens long, which is what a rate by position is counted on:
-    no look-up, no trees, nothing adaptive."""
+    """Runs that drafted K tokens in every step, which is what a rate by position is counted on: no
+    look-up, no trees, nothing adaptive."""
     return [
         run
         for run in runs
         if run["num_drafts"]
+        and not run["drafter"].startswith("ngram")
         and not run.get("tree")
         and not run.get("adaptive")
         and set(run["drafted_per_position"]) == {run["num_drafts"]}

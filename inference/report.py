@@ -259,8 +259,11 @@ def _drafted(runs: Sequence[Run]) -> list[str]:
 
 
 def _first_head(shown: Sequence[tuple[Run, Any]]) -> int:
-    """Which text is open at first: the longest drafts of a trained drafter."""
-    ranked = [(run["drafter"] != "ngram", run["draft_tokens"]) for run, _ in shown]
+    """Which text is open at first: that of the trained drafter with the most tokens per call."""
+    ranked = [
+        (run["drafter"] != "ngram", run["tokens_per_target_call"], -run["draft_tokens"])
+        for run, _ in shown
+    ]
     return ranked.index(max(ranked))
 
 

@@ -46,9 +46,10 @@ def test_tokens_of_a_step() -> None:
 
 
 def test_rates_pool_lengths_and_leave_out_what_has_no_fixed_one() -> None:
-    """The first draft of every length counts, the second of those that have one; look-up whose
-    drafts are shorter at times, trees and adaptive lengths do not."""
-    look_up = run("ngram", 2, [9, 3], drafted_per_position=[40, 30])
+    """The first draft of every length counts, the second of those that have one; look-up,
+    which does not always find one, shorter drafts, trees and adaptive lengths do not."""
+    look_up = run("ngram", 2, [9, 3])
+    shorter = run("draft-lm", 2, [9, 3], drafted_per_position=[40, 30])
     runs = [
         run("none", 0, []),
         run("mtp", 1, [20]),
@@ -57,6 +58,7 @@ def test_rates_pool_lengths_and_leave_out_what_has_no_fixed_one() -> None:
         run("mtp", 2, [40, 40], adaptive=True),
         run("mtp", 2, [40, 40], tree={"kind": "dynamic"}),
         look_up,
+        shorter,
     ]
     assert rates(runs) == [
         Rates("mtp", 0.0, (42, 11), (80, 22)),

@@ -56,25 +56,75 @@ def run(drafter: str, prompts: str, accepted: list[int], **changes: Any) -> Run:
     return entry | changes
 
 
-@pytest.fixture
-def report() -> dict[str, Any]:
-    """Two prompt sets; n-gram look-up wins the first, the head the second."""
+def example() -> dict[str, Any]:
+    """Two prompt sets; n-gram look-up wins the first, the head the second. A source that is markup,
+    an answer that merely goes on, and a text step by step."""
+    endless = _DIFFERENCE | {"gap": math.inf, "near_tie": False}
     return {
-        "target": {"source": "toy", "layers": 3},
+        "target": {"source": "<img src=x>", "layers": 3},
         "head": {"kind": "mtp", "norms": {"output": True}},
         "data": {"tokens": 1234},
         "settings": {"seed": 0, "prompts": ["humaneval", "mt_bench"]},
         "runs": [
             run("none", "humaneval", [0, 0, 0]),
             run("ngram", "humaneval", [50, 40, 31]),
-            run("mtp", "humaneval", [40, 20, 9], near_ties=1, first_differences=[_DIFFERENCE]),
+            run(
+                "mtp",
+                "humaneval",
+                [40, 20, 9],
+                near_ties=1,
+                first_differences=[_DIFFERENCE],
+                texts=[_TEXT],
+            ),
             run("none", "mt_bench", [0, 0, 0]),
             run("ngram", "mt_bench", [20, 10, 5]),
-            run("mtp", "mt_bench", [45, 22, 11], identical_to_plain=False),
+            run(
+                "mtp",
+                "mt_bench",
+                [45, 22, 11],
+                identical_to_plain=False,
+                first_differences=[endless],
+            ),
         ],
     }
 
 
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """A copy of `example` to change."""
+    return example()
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of `example` and of a short training."""
+    folder = tmp_path_factory.mktemp("report")
+    written = render(example(), _METRICS, folder)
+    assert written[0] == folder / "report.json"
+    assert set(written) == set(folder.iterdir()) and all(path.stat().st_size for path in written)
+    return folder
+
+
+_METRICS = [
+    {"kind": "train", "step": 10, "cross_entropy": 5.0, "lr": 1e-3, "tokens_per_second": 100.0},
+    {
+        "kind": "validation",
+        "step": 20,
+        "loss": 4.5,
+        "agreement": [0.3, 0.1],
+        "acceptance": {"runs": {"heldout": {"0": {"tokens_per_target_call": 1.4}}}},
+    },
+]
+_TEXT = {
+    "prompts": "humaneval",
+    "id": "HumanEval/3",
+    "prompt": "Tell",
+    "rounds": [
+        {"accepted": "", "target": "The ", "rejected": ""},
+        {"accepted": "cat <b>", "target": "sat", "rejected": ""},
+        {"accepted": "on", "target": " a", "rejected": " the\nmat"},
+    ],
+}
 _DIFFERENCE = {
     "prompt": "HumanEval/3",
     "position": 41,
@@ -84,18 +134,15 @@ _DIFFERENCE = {
 }
 
 
-def test_json_is_the_report_and_nothing_else(report: dict[str, Any], tmp_path: Path) -> None:
-    """What was measured is what is stored."""
-    written = render(report, [], tmp_path)
-    assert written[0] == tmp_path / "report.json"
-    assert json.loads(written[0].read_text()) == report
-    assert all(path.stat().st_size for path in written)
+def test_json_is_the_report_and_nothing_else(report: dict[str, Any], rendered: Path) -> None:
+    """What was measured is what is stored; JSON has no infinity, so null stands for it."""
+    report["runs"][5]["first_differences"][0]["gap"] = None
+    assert json.loads((rendered / "report.json").read_text()) == report
 
 
-def test_markdown_prints_the_measured_numbers(report: dict[str, Any], tmp_path: Path) -> None:
+def test_markdown_prints_the_measured_numbers(report: dict[str, Any], rendered: Path) -> None:
     """Each row of the main table equals its run, recomputed here from the raw counts."""
-    render(report, [], tmp_path)
-    lines = (tmp_path / "report.md").read_text().splitlines()
+    lines = (rendered / "report.md").read_text().splitlines()
     header = next(line for line in lines if line.startswith("| prompts | drafter"))
     columns = [cell.strip() for cell in header.strip("|").split("|")]
     first = lines.index(header) + 2
@@ -128,11 +175,10 @@ def test_markdown_prints_the_measured_numbers(report: dict[str, Any], tmp_path: 
     ]
 
 
-def test_every_number_is_defined(report: dict[str, Any], tmp_path: Path) -> None:
+def test_every_number_is_defined(rendered: Path) -> None:
     """Each column that holds a measure has its definition in both documents."""
-    render(report, [], tmp_path)
     for name in ("report.md", "report.html"):
-        text = (tmp_path / name).read_text()
+        text = (rendered / name).read_text()
         assert all(term in text for term in DEFINITIONS)
         assert "1 + num_accepted_tokens / num_drafts" in text
 
@@ -153,70 +199,35 @@ def test_slower_than_plain_is_said() -> None:
     assert "Plain decoding is the fastest" in verdicts(runs)[0]
 
 
-def test_differences_from_plain_are_listed(report: dict[str, Any], tmp_path: Path) -> None:
-    """Prompt, position, gap, bound and judgement of each first difference."""
-    render(report, [], tmp_path)
-    line = "| humaneval | mtp | HumanEval/3 | 41 | 0.0123 | 0.2 | near tie |"
-    assert line in (tmp_path / "report.md").read_text()
+def test_differences_from_plain_are_listed(rendered: Path) -> None:
+    """Prompt, position, gap, bound and judgement of each first difference; no gap explains an
+    answer that merely goes on."""
+    text = (rendered / "report.md").read_text()
+    assert "| humaneval | mtp | HumanEval/3 | 41 | 0.0123 | 0.2 | near tie |" in text
+    assert "| - | 0.2 | NOT EXPLAINED |" in text
 
 
-def test_an_answer_that_goes_on_is_stored_without_infinity(
-    report: dict[str, Any], tmp_path: Path
-) -> None:
-    """No gap explains it; JSON has no infinity, so null stands for it, and the table calls it
-    unexplained."""
-    endless = _DIFFERENCE | {"gap": math.inf, "near_tie": False}
-    report["runs"][5]["first_differences"] = [endless]
-    render(report, [], tmp_path)
-    stored = json.loads((tmp_path / "report.json").read_text())
-    assert stored["runs"][5]["first_differences"][0]["gap"] is None
-    assert "| - | 0.2 | NOT EXPLAINED |" in (tmp_path / "report.md").read_text()
-
-
-def test_training_curves_come_from_the_metrics_file(report: dict[str, Any], tmp_path: Path) -> None:
+def test_training_curves_come_from_the_metrics_file(rendered: Path) -> None:
     """Loss, agreement per draft, acceptance in the engine; each becomes a figure."""
-    metrics = [
-        {
-            "kind": "train",
-            "step": 10,
-            "cross_entropy": 5.0,
-            "lr": 1e-3,
-            "tokens_per_second": 100.0,
-        },
-        {
-            "kind": "validation",
-            "step": 20,
-            "loss": 4.5,
-            "agreement": [0.3, 0.1],
-            "acceptance": {"runs": {"heldout": {"0": {"tokens_per_target_call": 1.4}}}},
-        },
-    ]
-    names = {path.name for path in render(report, metrics, tmp_path)}
+    names = {path.name for path in rendered.iterdir()}
     assert {"training_loss.png", "training_agreement.png", "training_acceptance.png"} <= names
 
 
-def test_html_loads_nothing(report: dict[str, Any], tmp_path: Path) -> None:
-    """Figures are inside; no script, no style sheet, no address."""
-    render(report, [], tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    sources = re.findall(r"""(?:src|href)=["']([^"']{0,40})""", text)
+def test_html_loads_nothing(rendered: Path) -> None:
+    """Figures are inside; no script, no style sheet, no address; what comes from outside cannot
+    become markup."""
+    text = (rendered / "report.html").read_text()
+    assert "<img" not in text and "&lt;img src=x&gt;" in text
+    sources = re.findall(r"""\s(?:xlink:)?(?:src|href)=["']([^"']{0,40})""", text)
     assert all(source.startswith("#") for source in sources)  # a figure's own parts
-    assert text.count("<svg ") == 8  # of two prompt sets
+    assert text.count("<svg ") == 8 + 3  # of two prompt sets, of training
     assert not re.search(r"https?://|<script|<link|@import|url\((?!#)", text)
     assert 'name="viewport"' in text
 
 
-def test_html_shows_how_the_text_was_drafted(report: dict[str, Any], tmp_path: Path) -> None:
+def test_html_shows_how_the_text_was_drafted(rendered: Path) -> None:
     """Kept, lost, bonus and undrafted tokens are told apart by marks, not by colour alone."""
-    rounds = [
-        {"accepted": "", "target": "The ", "rejected": ""},
-        {"accepted": "cat <b>", "target": "sat", "rejected": ""},
-        {"accepted": "on", "target": " a", "rejected": " the\nmat"},
-    ]
-    text = {"prompts": "humaneval", "id": "HumanEval/3", "prompt": "Tell", "rounds": rounds}
-    report["runs"][2]["texts"] = [text]
-    render(report, [], tmp_path)
-    page = (tmp_path / "report.html").read_text()
+    page = (rendered / "report.html").read_text()
     assert (
         'The <span class="kept">cat &lt;b&gt;</span><span class="bonus">sat</span>'
         '<span class="kept">on</span><span class="lost">[<s> the↵mat</s>]</span> a</p>'
@@ -225,11 +236,10 @@ def test_html_shows_how_the_text_was_drafted(report: dict[str, Any], tmp_path: P
         assert "text-decoration: underline" in page[page.index(mark) :].split("}")[0]
 
 
-def test_html_follows_the_screen(report: dict[str, Any], tmp_path: Path) -> None:
+def test_html_follows_the_screen(rendered: Path) -> None:
     """Figures have no colour of their own: every one is the page's ink or one that has a dark
     twin; and their words are words."""
-    render(report, [], tmp_path)
-    page = (tmp_path / "report.html").read_text()
+    page = (rendered / "report.html").read_text()
     figures = "".join(re.findall("<svg .*?</svg>", page, re.DOTALL))
     assert not re.findall("#[0-9a-f]{6}", figures)
     style = page[: page.index("</style>")]
@@ -257,13 +267,6 @@ def test_breakdowns_pool_the_prompt_sets(report: dict[str, Any]) -> None:
     ]
     assert breakdowns.by_temperature(warm) == {"mtp": {"T=0": (200, 320), "T=1": (100, 120)}}
     assert breakdowns.draw({"none": {"0–255": (1, 1)}}, "", "") is None
-
-
-def test_html_escapes_what_it_shows(report: dict[str, Any], tmp_path: Path) -> None:
-    """Names from outside cannot become markup."""
-    report["target"]["source"] = "<img src=x>"
-    render(report, [], tmp_path)
-    assert "<img src=x>" not in (tmp_path / "report.html").read_text()
 
 
 def test_labels_name_only_what_differs() -> None:

@@ -176,15 +176,15 @@ def test_within_noise_is_said(make: Maker):
 def test_reports_are_taken_like_runs(make: Maker, capsys: pytest.CaptureFixture[str]):
     """A run's report.json stands for its folder; one kept elsewhere for itself; another file is
     refused."""
-    folder = make("a", calls=[12, 10, 16])
+    make("a", calls=[12, 10, 16])
     kept = Path("kept.json")
-    told = {"runs": [run([8, 9, 7])], "settings": {"engine": {"draft_tokens": 3}}, "head": {}}
+    told = {"runs": [run([8, 9, 7])], "settings": {"engine": {"draft_tokens": 5}}, "head": {}}
     atomic_write_json(kept, told)
-    assert main(["compare", str(folder / "report.json"), "a", "kept.json"]) == 0
+    assert main(["compare", "a/report.json", "a", "kept.json"]) == 0
     one, two = compared()["runs"]
     assert (one["name"], two["name"]) == ("a", "kept.json")
     assert one["training"]["steps"] == 20 and two["training"] == {}
-    assert two["settings"]["engine.draft_tokens"] == 3
+    assert two["settings"]["engine.draft_tokens"] == 5
     assert "more than a" in compared()["verdicts"][0]
     Path("other.json").write_text("[]")
     assert main(["compare", "a", "other.json"]) == 2
