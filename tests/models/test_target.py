@@ -248,8 +248,6 @@ def test_case_118_code_in_a_model_folder_is_not_run(
         '{"model_type": "older", "auto_map": {"AutoConfig": "older.Config"}}'
     )
     (tmp_path / "older.py").write_text("raise AssertionError('this was run')")
-    with pytest.raises(
-        ValueError, match=r"no family of transformers .*install a version"
-    ):
+    with pytest.raises(ValueError, match=r"no family of transformers .*install a version"):
         Target.load(TargetConfig(str(tmp_path)))
     assert not capsys.readouterr().out
