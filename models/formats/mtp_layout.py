@@ -344,8 +344,8 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
     with safe_open(files[name], framework="pt") as file:
         if name not in file.keys():
             raise ValueError(
-                f"{files[name]} has no tensor {name!r}, which the index beside it places there; the "
-                "two are of different checkpoints"
+                f"{files[name]} has no tensor {name!r}, which the index beside it places there; "
+                "the two are of different checkpoints"
             )
         return file.get_tensor(name)
 

@@ -5,7 +5,7 @@ every name that it does not know and leaves what is missing random, both without
 `eagle_config.eagle_aux_hidden_state_layer_ids` are the layers that a state *leaves* (one less than
 in vLLM, whose top-level key it does not read); where that is absent, the states entering 2, L//2
 and L-3. Its target captures states that enter layers 1 to L-1. `norm_before_residual` is not known.
-A norm before `fc` is `norm_before_fc` or `fc_norm` (of old `use_aux_norm`, `aux_norm_low.weight`, …).
+A norm before `fc` is `norm_before_fc` or `fc_norm` (of old `use_aux_norm`, `aux_norm_low`, …).
 `fc` is skipped where one state of width H is fed. Further layers read `hidden_norm`. The rope's
 table is as long as `max_position_embeddings` says.
 """
