@@ -159,6 +159,17 @@ def test_the_configuration_is_the_targets(folders: Callable[[str], Path], name: 
     assert modern.rope_parameters["rope_theta"] == 10000.0
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_quantised_targets_settings_do_not_get_into_the_folder(kind: str) -> None:
+    """The head is not quantised, and its engine reads its own config.json alone."""
+    settings = target_config("llama", quantization_config={"quant_method": "fp8"})
+    config = HeadConfig("eagle", norms=NONE) if kind == "eagle" else HeadConfig("eagle3")
+    loaded = random_head(config, settings)
+    for one in EAGLE_LAYOUTS:
+        if one.kind == kind and one.name != "speculators":  # which copies the embedding from disk
+            assert "quantization_config" not in one.plan(loaded, Path()).config
+
+
 def test_a_scaled_rope_reads_the_same_in_both_spellings(folders: Callable[[str], Path]) -> None:
     """CASE 92: by rope_parameters, and by rope_theta and rope_scaling alone."""
     from transformers import LlamaConfig

@@ -145,6 +145,21 @@ def test_three_sizes_are_named_apart(foreign: tuple[Path, Path, LoadedHead]) -> 
         BY_NAME["vllm-eagle3"].read(folder, target)
 
 
+def test_heads_of_another_shape_are_refused_by_name(
+    foreign: tuple[Path, Path, LoadedHead],
+) -> None:
+    """A width of its own, and an attention of DeepSeek's kind (MLA), which has no q, k and v."""
+    folder, target, _ = foreign
+    config = json.loads((folder / "config.json").read_text())
+    for key, value, words in (
+        ("hidden_size", 16, "hidden_size=16, the target has 32"),
+        ("architectures", ["Eagle3DeepseekV2ForCausalLM"], "the class Eagle3DeepseekV2ForCausalLM"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ValueError, match=words):
+            BY_NAME["vllm-eagle3"].read(folder, target)
+
+
 def test_a_pickle_of_tensors_is_read_and_any_other_refused(
     foreign: tuple[Path, Path, LoadedHead],
 ) -> None:
@@ -233,6 +248,30 @@ def test_ids_that_contradict_are_refused(foreign: tuple[Path, Path, LoadedHead])
     del config[key]
     (folder / "config.json").write_text(json.dumps(config))
     assert layout_of(folder) == "sglang-eagle3"
+
+
+def test_older_names_of_the_norms_before_fc_come_in(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """SGLang renames them; the flag was another, too."""
+    target, one = folders("llama"), BY_NAME["sglang-eagle3"]
+    loaded = head_for(target, HeadConfig("eagle3", norm_before_fc="each"), IDS)
+    one.write(loaded, target, tmp_path)
+    (tmp_path / "draftsmith.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["fc_norm"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_aux_norm": True}))
+    older = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for index, name in enumerate(older):
+            tensors[f"{name}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
+
+    harmed(tmp_path, rename)
+    back = one.read(tmp_path, target).head
+    assert back.config.norm_before_fc == "each"
+    for name, value in loaded.head.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value), name
 
 
 def test_norms_of_one_name_must_be_one_norm(folders: Callable[[str], Path], tmp_path: Path) -> None:
