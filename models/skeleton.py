@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.initialization import no_init_weights
 
 from . import attention, experts
 
@@ -66,8 +67,10 @@ def text_config(folder: Path | str) -> Any:
 def skeleton(config: Any) -> Any:
     """The causal language model of a configuration on the meta device, with our attention and
     experts; the configuration itself is left as it is."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), **implementations())
+    with torch.device("meta"), no_init_weights():  # half of the time, and there is nothing to draw
+        model = AutoModelForCausalLM.from_config(deepcopy(config), **implementations())
+    model.tie_weights(recompute_mapping=False)  # which that leaves out
+    return model
 
 
 def implementations() -> dict[str, str]:

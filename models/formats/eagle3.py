@@ -81,18 +81,19 @@ def eagle3_runs(
     }
 
 
-def norm_before_fc(keys: Keys) -> str:
+def norm_before_fc(keys: Keys, older: str = "") -> str:
     """A norm before `fc` as vLLM and SGLang read it: none; all, over all states side by side
-    (`norm_before_fc`, in `eagle_config` first); each (`fc_norm`)."""
+    (`norm_before_fc`, in `eagle_config` first); each (`fc_norm`, or an older key)."""
     whole = keys.get("eagle_config.norm_before_fc", keys.get("norm_before_fc", False))
-    if whole and keys.get("fc_norm", False):
+    each = keys.get("fc_norm", False) or (older and keys.get(older, False))
+    if whole and each:
         raise Stopped("norm_before_fc and fc_norm are one or the other")
-    return "all" if whole else "each" if keys.get("fc_norm", False) else "none"
+    return "all" if whole else "each" if each else "none"
 
 
-def fed_norms(keys: Keys, count: int) -> Made:
+def fed_norms(keys: Keys, count: int, older: str = "") -> Made:
     """The parameters of such norms over `count` states."""
-    kind = norm_before_fc(keys)
+    kind = norm_before_fc(keys, older)
     size = int(keys.get("target_hidden_size") or keys.need("hidden_size"))
     if kind == "all":
         return {"input_norm.weight": Parameter((count * size,))}

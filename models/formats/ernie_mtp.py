@@ -43,4 +43,5 @@ ERNIE_MTP = MTPLayout(
     most=1,
     mask_position_zero=True,
     layer_as=dense,
+    engines=("model.mtp_block.",),
 )

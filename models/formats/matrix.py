@@ -116,6 +116,7 @@ HEADS: dict[str, HeadConfig] = {
     "`mtp`": HeadConfig(),
     "`mtp`, two modules": HeadConfig(modules=2),
     "`eagle` as published": HeadConfig("eagle", norms=_NONE),
+    "`eagle` as published, projection_bias": HeadConfig("eagle", projection_bias=True, norms=_NONE),
     "`eagle`, attention_input": HeadConfig("eagle", norms=NormConfig(False, False, True, False)),
     "`eagle`, attention_input + output": HeadConfig(
         "eagle", norms=NormConfig(False, False, True, True)
@@ -129,6 +130,8 @@ HEADS: dict[str, HeadConfig] = {
     "`eagle3`, other boundaries": HeadConfig("eagle3", boundaries=(3, 5, 7)),
     "`eagle3`, norm_before_residual": HeadConfig("eagle3", norm_before_residual=True),
     "`eagle3`, norm_output": HeadConfig("eagle3", norm_output=True),
+    "`eagle3`, norm_before_fc=all": HeadConfig("eagle3", norm_before_fc="all"),
+    "`eagle3`, norm_before_fc=each": HeadConfig("eagle3", norm_before_fc="each"),
     "`medusa`": HeadConfig("medusa", modules=3, norms=_NONE),
     "`medusa`, five heads": HeadConfig("medusa", modules=5, norms=_NONE),
     "`medusa`, five heads, own_lm_heads": HeadConfig(

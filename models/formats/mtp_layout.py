@@ -68,8 +68,8 @@ class MTPLayout:
         hidden_first, recycle_raw, norm_style: how engines run it. mask_position_zero: the same;
             None where they differ and the layout may be read either way.
         layer_as: the target's configuration -> one whose last layer is as the modules' are.
-        engines: what engines call a module where not as the checkpoint does, from {layer}, its
-            number after the target's layers.
+        engines: what engines call the decoder layer of a module where not as the checkpoint does,
+            from {layer}, its number after the target's layers.
     """
 
     name: str
@@ -356,8 +356,9 @@ class MTPLayout:
         layers, found = int(head.target_config.num_hidden_layers), dict[str, str]()
         for module in range(head.num_modules):
             here = self._prefix(self._first(head.target_config) + module)
-            spelt = [name.format(layer=layers + module) for name in self.engines]
-            found |= dict.fromkeys([here, *spelt], here)
+            found[here] = here
+            for name in self.engines:
+                found[name.format(layer=layers + module)] = here + self.layer
         return found
 
     def _prefix(self, index: int) -> str:
@@ -409,6 +410,11 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
     if name not in files:
         raise ValueError(f"no tensor {name!r} in {sorted({str(path) for path in files.values()})}")
     with safe_open(files[name], framework="pt") as file:
+        if name not in file.keys():
+            raise ValueError(
+                f"{files[name]} has no tensor {name!r}, which the index beside it places there; "
+                "the two are of different checkpoints"
+            )
         return file.get_tensor(name)
 
 

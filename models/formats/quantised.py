@@ -11,7 +11,8 @@ transformers read them:
     gptq                 dynamic: a pattern after `-:` that the name begins with
 
 Names are those that the engine gives its modules, which are the checkpoint's but for MiMo in vLLM
-(`model.layers.{L+i}.`) and DeepSeek and GLM in SGLang (`model.decoder.`).
+(`model.layers.{L+i}.`), DeepSeek and GLM in SGLang (`model.decoder.`) and ERNIE there
+(`model.mtp_block.`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def leave_plain(
         _add(settings, "modules_to_not_convert", list(prefixes))
     else:
         # Experts are one module in an engine.
-        names = {re.sub(r"\.experts\.\d+\..*", ".experts", name) for name in modules}
+        names = {re.sub(r"\.experts\..*", ".experts", name) for name in modules}
         spelt = [
             here + name.removeprefix(there)
             for here, there in prefixes.items()

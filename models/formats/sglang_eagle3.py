@@ -5,6 +5,7 @@ every name that it does not know and leaves what is missing random, both without
 `eagle_config.eagle_aux_hidden_state_layer_ids` are the layers that a state *leaves* (one less than
 in vLLM, whose top-level key it does not read); where that is absent, the states entering 2, L//2
 and L-3. Its target captures states that enter layers 1 to L-1. `norm_before_residual` is not known.
+A norm before `fc` is `norm_before_fc` or `fc_norm` (of old `use_aux_norm`, `aux_norm_low`, …).
 `fc` is skipped where one state of width H is fed. Further layers read `hidden_norm`. The rope's
 table is as long as `max_position_embeddings` says.
 """
@@ -41,7 +42,7 @@ def _made(keys: Keys, target: Any) -> Made:
     rows, vocabulary = keys.need("draft_vocab_size"), keys.need("vocab_size")
     reduced = rows not in (None, vocabulary)
     made = eagle3_made(keys, count, "zeros" if reduced else "unused", biases=inner)
-    made |= fed_norms(keys, count)
+    made |= fed_norms(keys, count, "use_aux_norm")
     if keys.get("bias", False):
         made["fc.bias"] = Parameter((int(keys.need("hidden_size")),))
     if keys.get("tie_word_embeddings", False):
@@ -57,8 +58,6 @@ def _made(keys: Keys, target: Any) -> Made:
 
 
 def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if keys.get("eagle_config.use_aux_norm", False) or keys.get("use_aux_norm", False):
-        raise Stopped("use_aux_norm=true: a norm that no head here has")
     ids = keys.get(NESTED, "usual", guess=True)
     boundaries = usual(target) if ids in ("usual", None) else tuple(sorted(k + 1 for k in ids))
     if len(boundaries) == 1 and not keys.get("target_hidden_size"):
@@ -69,10 +68,17 @@ def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]
             f"and {list(boundaries)} are asked for: train with head.boundaries among those"
         )
     runs = eagle3_runs(keys, read_rope(keys), boundaries, tensors)
-    runs["fed"] = norm_before_fc(keys)
+    runs["fed"] = norm_before_fc(keys, "use_aux_norm")
     if keys.get("norm_output", False):
         runs["recycled"] = "its output after the norm"
     return runs
+
+
+def _renamed(name: str) -> str | None:
+    """Older names of the norms before `fc`, too."""
+    for index, older in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
+        name = name.replace(older, f"fc_norm.{index}")
+    return to_first(name)
 
 
 SGLANG3 = Engine(
@@ -84,7 +90,7 @@ SGLANG3 = Engine(
             "LlamaForCausalLMEagle3",
             _made,
             _runs,
-            to_first,
+            _renamed,
             unexpected="drop",
             norms=FOUR_NORMS,
         ),

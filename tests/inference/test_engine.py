@@ -108,6 +108,7 @@ def test_each_medusa_head_drafts_with_its_own_lm_head(target, monkeypatch):
     token plus 1, 2, 3."""
     shape = HeadConfig("medusa", modules=3, own_lm_heads=True, norms=NO_NORMS)
     head = build_head(shape, target.folder, 1.0)
+    assert head.lm_head is not None
     with torch.no_grad():
         for k, rows in enumerate(head.lm_head):
             rows.copy_(target.trunk.lm_head.float().roll(k + 1, 0))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from draftsmith.models.formats import EAGLE_LAYOUTS
 from draftsmith.models.heads import HeadConfig, LoadedHead, NormConfig, head_class
+from draftsmith.models.skeleton import text_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -34,6 +38,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
 }
+BY_NAME = {one.name: one for one in EAGLE_LAYOUTS}
 NONE = NormConfig(False, False, False, False)
 IDS = torch.tensor([1, 4, 5, 9, 30, 31, 77, 95])
 MARKS = {"config": "a", "tokenizer": "b", "chat_template": "c", "weights": "d"}
@@ -53,3 +58,14 @@ def random_head(config: HeadConfig, target: Any, ids: torch.Tensor | None = None
         for parameter in head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return LoadedHead(head, ids, {"head": {}, "target_fingerprint": MARKS, "trained_length": 9})
+
+
+def head_for(target: Path, config: HeadConfig, ids: torch.Tensor | None = None) -> LoadedHead:
+    """A random head for a target on disk; the same one for all who ask, who leave it as it is."""
+    assert ids is None or ids is IDS
+    return _head_for(target, config, ids is not None)
+
+
+@cache
+def _head_for(target: Path, config: HeadConfig, reduced: bool) -> LoadedHead:
+    return random_head(config, text_config(target), IDS if reduced else None)

@@ -52,7 +52,7 @@ FAMILIES = {
         norm_before_fc="each",
         projection_bias=True,
     ),
-    "medusa": HeadConfig("medusa", modules=3, num_layers=2, norms=NO_NORMS),
+    "medusa": HeadConfig("medusa", modules=3, num_layers=2, own_lm_heads=True, norms=NO_NORMS),
 }
 MARKS = {"config": "a", "tokenizer": "b", "chat_template": "c", "weights": "d"}
 IDS = torch.tensor([0, 2, 3, 77, 511])

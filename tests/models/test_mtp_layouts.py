@@ -399,6 +399,40 @@ def test_fused_experts_and_float8_are_read(
     assert torch.equal(state["blocks.0.layer.self_attn.o_proj.weight"], right)
 
 
+@pytest.mark.parametrize(
+    ("name", "spelt"),
+    [
+        ("deepseek", ["model.layers.2.", "model.decoder.", "model.layers.3."]),
+        ("glm", ["model.layers.2.", "model.decoder."]),
+        ("qwen3-next", ["mtp.layers.0."]),
+        ("mimo", ["model.mtp_layers.0.", "model.layers.2."]),
+        ("ernie", ["model.mtp_block.0.", "model.mtp_block."]),
+    ],
+)
+def test_modules_of_a_quantised_target_are_said_to_be_plain(
+    copied: Callable[[str], tuple[Path, dict[str, Tensor]]],
+    tmp_path: Path,
+    name: str,
+    spelt: list[str],
+):
+    """In every engine's names, beside what the target's list has; they are written as trained."""
+    folder, _ = copied(name)
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    config["quantization_config"] = {**fp8, "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    head, _ = started(folder)
+    write, read = layout(FAMILIES[name].layout)
+    write(LoadedHead(head, None, {"head": {}}), folder, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        assert written[key][0] == "lm_head"
+        assert {f"{start}self_attn.o_proj" for start in spelt} <= set(written[key])
+        assert not any(".experts." in one for one in written[key])
+    back = read(tmp_path / "out", folder).head.state_dict()
+    assert all(torch.equal(back[key], value) for key, value in head.state_dict().items())
+
+
 def test_a_copy_that_is_none_is_told(copied: Callable[[str], tuple[Path, dict[str, Tensor]]]):
     """The MTP module's own lm_head differs from the target's, which every engine reads."""
     folder, tensors = copied("glm")

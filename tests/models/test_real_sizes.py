@@ -387,3 +387,73 @@ def test_the_authors_eagle_folders_at_real_sizes() -> None:
     )
     assert {key: list(value.shape) for key, value in planned.tensors.items()} == right
     assert planned.config["draft_vocab_size"] == 32000
+
+
+@pytest.mark.parametrize(
+    ("layout", "norms", "architecture", "layer", "more"),
+    [
+        (
+            "vllm-eagle",
+            NormConfig(False, False, True, True),
+            "MistralForCausalLM",
+            "model.layers.0.",
+            {"model.norm.weight": [4096]},
+        ),
+        (
+            "vllm-eagle",
+            NormConfig(True, True, True, False),
+            "MiniCPMForCausalLM",
+            "model.eagle_layers.0.",
+            {
+                "model.input_norm1.weight": [4096],
+                "model.input_norm2.weight": [4096],
+                "model.norm.weight": [4096],
+                "model.embed_tokens.weight": [128256, 4096],
+                "lm_head.weight": [128256, 4096],
+            },
+        ),
+        (
+            "sglang-eagle",
+            NormConfig(False, False, True, False),
+            "MistralForCausalLMEagle",
+            "model.layers.0.",
+            {},
+        ),
+    ],
+)
+def test_eagle_classes_with_norms_at_real_sizes(
+    layout: str,
+    norms: NormConfig,
+    architecture: str,
+    layer: str,
+    more: dict[str, list[int]],
+) -> None:
+    """Each spells its layer and its norms in its own way."""
+    loaded = real_head("llama-3.1-8b", HeadConfig("eagle", norms=norms))
+    planned = BY_NAME[layout].plan(loaded, Path())
+    right = attention(layer, 4096, 4096, 1024) | mlp(layer, 4096, 14336) | more
+    right["model.fc.weight"] = [4096, 8192]
+    assert {key: list(value.shape) for key, value in planned.tensors.items()} == right
+    assert planned.config["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("all", {"input_norm.weight": [3 * 4096]}),
+        ("each", {f"fc_norm.{index}.weight": [4096] for index in range(3)}),
+    ],
+)
+def test_norms_before_fc_at_real_sizes(kind: str, more: dict[str, list[int]]) -> None:
+    """Names and keys as vLLM and SGLang read them; nothing else changes."""
+    plain, normed = (
+        BY_NAME["vllm-eagle3"].plan(
+            real_head("llama-3.1-8b", HeadConfig("eagle3", norm_before_fc=one)), Path()
+        )
+        for one in ("none", kind)
+    )
+    added = {k: list(v.shape) for k, v in normed.tensors.items() if k not in plain.tensors}
+    assert added == more and set(plain.tensors) < set(normed.tensors)
+    assert normed.config["norm_before_fc"] == (kind == "all")
+    assert normed.config["fc_norm"] == (kind == "each")
+    assert normed.config["eagle_config"].get("norm_before_fc", False) == (kind == "all")

@@ -1,0 +1,238 @@
+"""What each engine's loader makes of the classic mistakes in an EAGLE or EAGLE-3 folder (CASES 7,
+8, 39, 40, 92, 130)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.formats.eagle_layout import EagleLayout
+from draftsmith.models.formats.loaders import Report
+from draftsmith.models.heads import HeadConfig, NormConfig
+
+from .eagle_toys import BY_NAME, IDS, NONE, head_for, target_config
+
+AI_O = NormConfig(False, False, True, True)
+E_H_AI = NormConfig(True, True, True, False)
+
+Harm = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+
+def report_of(
+    one: EagleLayout,
+    folder: Path,
+    harm: Harm,
+    config: HeadConfig | None = None,
+    ids: Tensor | None = IDS,
+) -> Report:
+    """The emulated loader's report on a harmed export."""
+    if config is None:
+        config = HeadConfig("eagle3") if one.kind == "eagle3" else HeadConfig("eagle", norms=NONE)
+    loaded = head_for(folder, config, ids if one.kind == "eagle3" else None)
+    planned = one.plan(loaded, folder)
+    assert not planned.report.faults()
+    tensors, written = dict(planned.tensors), json.loads(json.dumps(planned.config))
+    harm(tensors, written)
+    return one.engine.load(written, tensors, loaded.head.target_config)
+
+
+EAGLES = ("eagle", "vllm-eagle", "sglang-eagle")
+EAGLE3S = ("eagle3", "vllm-eagle3", "sglang-eagle3", "trtllm-eagle3", "speculators")
+
+
+def first(tensors: dict[str, Tensor]) -> str:
+    """How this folder calls its first layer."""
+    return "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
+
+
+def test_a_missing_norm(folders: Callable[[str], Path]) -> None:
+    """Left random without a word everywhere but in vLLM's classes that report what they loaded."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        del tensors[first(tensors) + "post_attention_layernorm.weight"]
+
+    for name in EAGLES + EAGLE3S:
+        report = report_of(BY_NAME[name], folders("llama"), harm)
+        assert not report.raised and len(report.random) == 1, name
+        assert report.random[0].endswith("post_attention_layernorm.weight")
+
+    def harm_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        del tensors["model.norm.weight"]
+
+    strict = BY_NAME["vllm-eagle"]
+    for norms in (AI_O, E_H_AI):
+        config = HeadConfig("eagle", norms=norms)
+        report = report_of(strict, folders("llama"), harm_model, config)
+        assert report.raised == ("there is no tensor model.norm.weight",)
+
+
+def test_a_norm_too_many(folders: Callable[[str], Path]) -> None:
+    """Restored norms in a class without them: vLLM raises, the others drop them (vllm#11672)."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["layers.0.input_layernorm.weight"] = torch.ones(32)
+        tensors["norm.weight"] = torch.ones(32)
+
+    extra = {"layers.0.input_layernorm.weight", "norm.weight"}
+    assert len(report_of(BY_NAME["vllm-eagle"], folders("llama"), harm).raised) == 2
+    for name in ("eagle", "sglang-eagle"):
+        assert set(report_of(BY_NAME[name], folders("llama"), harm).dropped) == extra
+
+
+def test_a_bias_of_the_projection(folders: Callable[[str], Path]) -> None:
+    """vLLM drops one that was trained, SGLang and the authors' code invent one that is missing."""
+
+    def give(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["fc.bias"] = torch.ones(32)
+
+    def take(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors.pop("fc.bias", None)
+        config.pop("bias", None)
+
+    folder = folders("llama")
+    assert report_of(BY_NAME["vllm-eagle"], folder, give).dropped == ("fc.bias",)
+    assert report_of(BY_NAME["sglang-eagle"], folder, take).random == ("fc.bias",)
+    assert report_of(BY_NAME["eagle"], folder, take).random == ("fc.bias",)
+    planned = BY_NAME["sglang-eagle"].plan(
+        head_for(folder, HeadConfig("eagle", norms=NONE)), folder
+    )
+    assert not planned.tensors["fc.bias"].any() and "filler" in planned.origin["fc.bias"]
+
+
+def test_attention_bias_by_the_wrong_key(folders: Callable[[str], Path]) -> None:
+    """`bias` is fc's to the authors' code and attention's to vLLM, which then allocates four."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["bias"] = True
+
+    assert len(report_of(BY_NAME["vllm-eagle"], folders("llama"), harm).random) == 4
+
+
+def test_an_lm_head_in_an_eagle_folder(folders: Callable[[str], Path]) -> None:
+    """vLLM raises, SGLang skips it, the authors' code drops it."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(96, 32)
+
+    folder = folders("llama")
+    assert report_of(BY_NAME["vllm-eagle"], folder, harm).raised
+    assert not report_of(BY_NAME["sglang-eagle"], folder, harm).faults()
+    assert report_of(BY_NAME["eagle"], folder, harm).dropped == ("lm_head.weight",)
+
+
+def test_a_prefix(folders: Callable[[str], Path]) -> None:
+    """`model.` before every name: vLLM raises for each, the others drop all and start random."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors["model." + name] = tensors.pop(name)
+
+    for name in ("eagle", "vllm-eagle", "sglang-eagle", "vllm-eagle3"):
+        report = report_of(BY_NAME[name], folders("llama"), harm)
+        assert report.random and (bool(report.raised) != bool(report.dropped)), name
+        assert bool(report.raised) == name.startswith("vllm")
+
+
+def test_absolute_ids_in_the_map(folders: Callable[[str], Path]) -> None:
+    """CASE 39: every loader takes them for offsets and would draft other tokens (id i becomes
+    2i)."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(IDS))
+
+    for name in EAGLE3S:
+        report = report_of(BY_NAME[name], folders("llama"), harm)
+        assert not report.faults()
+        assert report.runs["draft_ids"] == tuple((IDS + torch.arange(len(IDS))).tolist())
+
+
+def test_no_map(folders: Callable[[str], Path]) -> None:
+    """CASE 40: the first ids are drafted; TensorRT-LLM alone raises."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        del tensors["d2t"]
+
+    for name in EAGLE3S:
+        report = report_of(BY_NAME[name], folders("llama"), harm)
+        found = report.raised if name == "trtllm-eagle3" else report.zeros
+        assert len(found) == 1 and "d2t" in found[0], name
+
+
+def test_boundaries_in_the_other_convention(folders: Callable[[str], Path]) -> None:
+    """CASES 7, 8, 51: vLLM reads the layers that are entered at the top, SGLang those that are left
+    in eagle_config, neither the other's; where they are absent, all take the same three."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    config = HeadConfig("eagle3", boundaries=(1, 4, 6))
+
+    def swap(tensors: dict[str, Tensor], written: dict[str, Any]) -> None:
+        if key in written:
+            written[key] = [k - 1 for k in written[key]]
+        if "eagle_config" in written:
+            written["eagle_config"][key] = [k + 1 for k in written["eagle_config"][key]]
+
+    def drop(tensors: dict[str, Tensor], written: dict[str, Any]) -> None:
+        written.pop(key, None)
+        written.pop("eagle_config", None)
+
+    for name, swapped in (
+        ("vllm-eagle3", (0, 3, 5)),
+        ("speculators", (0, 3, 5)),
+        ("sglang-eagle3", (2, 5, 7)),
+        ("trtllm-eagle3", (2, 5, 7)),
+    ):
+        one = BY_NAME[name]
+        plan = one.plan(head_for(folders("llama"), config), folders("llama"))
+        assert plan.report.runs["boundaries"] == (1, 4, 6)
+        assert report_of(one, folders("llama"), swap, config).runs["boundaries"] == swapped
+        report = report_of(one, folders("llama"), drop, config)
+        assert report.runs["boundaries"] == (2, 4, 5)
+        assert any(key in guess for guess in report.guessed), name
+
+
+def test_a_tied_head(folders: Callable[[str], Path]) -> None:
+    """CASE 47: SGLang then drafts with the embedding and drops the trained lm_head."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = True
+
+    report = report_of(BY_NAME["sglang-eagle3"], folders("llama"), harm)
+    assert report.dropped == ("lm_head.weight",)
+
+
+def test_the_embedding_is_shared_where_it_is_missing(folders: Callable[[str], Path]) -> None:
+    """By every class but one, which gets a copy; with a width of its own the authors' code leaves
+    it random."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "embed_tokens" in name]:
+            del tensors[name]
+
+    for name in EAGLES + EAGLE3S:
+        report = report_of(BY_NAME[name], folders("llama"), harm)
+        assert not report.faults() and "embed_tokens.weight" in report.shared, name
+    minicpm = report_of(
+        BY_NAME["vllm-eagle"], folders("llama"), harm, HeadConfig("eagle", norms=E_H_AI)
+    )
+    assert minicpm.raised == ("there is no tensor model.embed_tokens.weight",)
+
+    def widen(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["target_hidden_size"] = 32
+
+    report = report_of(BY_NAME["eagle3"], folders("llama"), widen)
+    assert report.random == ("embed_tokens.weight",)
+
+
+def test_another_engines_class_name(folders: Callable[[str], Path]) -> None:
+    """CASE 130: no EAGLE config.json serves both vLLM and SGLang."""
+    vllm, sglang = BY_NAME["vllm-eagle"], BY_NAME["sglang-eagle"]
+    for one, other in ((vllm, sglang), (sglang, vllm)):
+        plan = other.plan(
+            head_for(folders("llama"), HeadConfig("eagle", norms=NONE)), folders("llama")
+        )
+        report = one.engine.load(plan.config, plan.tensors, target_config("llama"))
+        assert "architectures name the class" in report.raised[0]
