@@ -306,12 +306,19 @@ class DoctorConfig:
     """What is examined, and how closely."""
 
     cache: str | None = None
-    """The cache to examine (`cache=…` for short); null is that of the work folder."""
+    """A cache (`cache=…` for short). Where any of cache, head, run and report is named, only what
+    is named is examined; else whatever the work folder holds."""
+    head: str | None = None
+    """A head's folder: ours, or one in a layout that `import` reads."""
+    run: str | None = None
+    """A training run's folder, as WORK/train: metrics.jsonl, checkpoints/."""
+    report: str | None = None
+    """An acceptance report, report.json."""
     rows: int = 16
     """Rows that are sampled: the first, the last, the longest, and others by chance."""
     target: bool = True
-    """Load the whole target and extract the sampled rows again; false leaves that check out and
-    reads its embedding, final norm and lm_head alone."""
+    """Load the whole target where a check needs it (sampled rows are extracted again, a head is
+    given other boundaries); false reads its embedding, final norm and lm_head alone."""
     seed: int = 0
     """Of the sample."""
 

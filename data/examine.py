@@ -5,8 +5,10 @@ there is a fault. The checks go from cheap to dear, and the first fault that mak
 meaningless (unreadable files) ends them.
 
     files    every checksum, format, schema, token hash
+    rows     made of the token rows at hand
     target   the fingerprint of the target at hand against the one that made the states
     mask     how much is supervised, and whether a row teaches at all
+    values   sampled states are finite, and none is cut off where float16 ends
     shift    h_p must predict x_{p+1}, not x_p or x_{p+2}          (probes.py)
     norm     states must be raw: the final norm must help          (probes.py)
     states   sampled rows are extracted again, one by one, and compared token by token; where they
@@ -19,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from ..inference.capture import capture
 from ..models.target import Target
 from ..models.trunk import Trunk
 from .cache import Cache, CacheRow
+from .findings import Finding, faults_of, mask_finding
 from .probes import INCONCLUSIVE, OK, ProbeReport, probe_states
 
 TOLERANCE = {"bf16": 0.06, "fp8": 0.10, "int8": 0.30}
@@ -36,17 +38,8 @@ TOLERANCE = {"bf16": 0.06, "fp8": 0.10, "int8": 0.30}
 row run alone instead of packed) explains."""
 FOREIGN = 0.5
 """A single token that differs by more than this belongs to something else."""
-_LOW_COVERAGE, _HIGH_COVERAGE = 0.05, 0.99
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check's outcome. `told` says what was looked at and the number; `remedy` what to do."""
-
-    check: str
-    verdict: Literal["ok", "note", "fault"]
-    told: str
-    remedy: str = ""
+_HALF_END = float(torch.tensor(torch.finfo(torch.float16).max).bfloat16())
+"""What a state that float16 could not hold was cut to, as the cache keeps it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Examination:
     @property
     def faults(self) -> list[Finding]:
         """The findings that must be mended before anything is trained."""
-        return [finding for finding in self.findings if finding.verdict == "fault"]
+        return faults_of(self.findings)
 
 
 def examine_cache(
@@ -72,10 +65,12 @@ def examine_cache(
     *,
     rows: int = 16,
     seed: int = 0,
+    made_of: str | None = None,
 ) -> Examination:
     """Examine a finished cache.
 
     Args:
+        made_of: the key of the token rows that it should hold the states of; None asks nothing.
         target: extracts the sampled rows again; None leaves that check out.
         trunk: the target's embedding, final norm and lm_head, for the probes.
         fingerprint: of the target at hand. rows: how many rows are sampled. seed: of the sample.
@@ -87,10 +82,15 @@ def examine_cache(
     try:
         cache = Cache.open(folder, verify=True)
     except ValueError as error:
-        return Examination((Finding("files", "fault", str(error)),), None, (), None)
+        unread = Finding("files", "fault", str(error), "delete what is damaged and dump again")
+        return Examination((unread,), None, (), None)
     sample = _sample(cache, rows, seed)
+    findings = [_files(cache), *([] if made_of is None else [_rows(cache, made_of)])]
+    values = _values(cache, sample)
+    if values.verdict == "fault":
+        return Examination((*findings, values), cache, sample, None)
     sizes = _other_sizes(cache, sample, target, trunk)
-    findings = [_files(cache), _target(cache, fingerprint, sizes), _mask(cache)]
+    findings += [_target(cache, fingerprint, sizes), _mask(cache), values]
     if sizes:
         return Examination(tuple(findings), cache, sample, None)
     report = _probe(cache, trunk, sample)
@@ -155,25 +155,44 @@ def _target(cache: Cache, fingerprint: dict[str, str], sizes: list[str]) -> Find
     return Finding("target", "ok", f"fingerprint ({', '.join(made)}) is that of the target at hand")
 
 
+def _rows(cache: Cache, key: str) -> Finding:
+    held = cache.manifest["rows_key"]
+    keys = held if isinstance(held, list) else [held]
+    told = f"made of rows {', '.join(one[:12] for one in keys)}, at hand is {key[:12]}"
+    if key not in keys:
+        remedy = "dump again from these rows, or name the cache that belongs to them"
+        return Finding("rows", "fault", told, remedy)
+    return Finding("rows", "ok", told)
+
+
 def _mask(cache: Cache) -> Finding:
     """From the index alone: rows with a supervised head row, and the share of supervised tokens."""
     counts = cache.manifest["counts"]
-    share = counts["supervised"] / max(counts["tokens"], 1)
-    taught = cache.supervised_counts(1)[:, 0]
-    (idle,) = np.nonzero(taught == 0)
-    told = f"{share:.1%} of {counts['tokens']:,} tokens supervised, {len(idle)} rows teach nothing"
-    if not taught.any():
-        return Finding("mask", "fault", told, "prepare again: no answer is marked in any row")
-    if share > _HIGH_COVERAGE:
+    (idle,) = np.nonzero(cache.supervised_counts(1)[:, 0] == 0)
+    names = [cache.ids[row] for row in idle.tolist()]
+    return mask_finding(counts["supervised"], counts["tokens"], names, len(cache))
+
+
+def _values(cache: Cache, sample: tuple[int, ...]) -> Finding:
+    """Largest size of the sampled states, and how many tokens are cut off at float16's end."""
+    largest, cut, count = 0.0, 0, 0
+    for index in sample:
+        try:
+            row = cache.row(index)
+        except ValueError as error:
+            remedy = "keep the target in bfloat16 or float32 (target.dtype) and dump again"
+            return Finding("values", "fault", str(error), remedy)
+        sizes = torch.stack([state.abs().amax(-1) for state in row.states.values()]).amax(0)
+        largest = max(largest, float(sizes.max()))
+        cut += int((sizes == _HALF_END).sum())
+        count += len(sizes)
+    told = f"largest of {count:,} tokens' states is {largest:,.0f}"
+    if cut > 1 and largest == _HALF_END:
+        told += f", and {cut:,} of them end exactly there: cut off where float16 ends (65,504)"
         return Finding(
-            "mask", "fault", told, "prompts are supervised too: prepare with the target's template"
+            "values", "fault", told, "keep the target in bfloat16 or float32, dump again"
         )
-    if share < _LOW_COVERAGE or len(idle) > len(cache) // 10:
-        names = ", ".join(cache.ids[row] for row in idle[:3].tolist())
-        where = f" (first: {names})" if names else ""
-        remedy = "look at `draftsmith prepare --show 3`; raise data.rows.max_length"
-        return Finding("mask", "note", told + where, remedy)
-    return Finding("mask", "ok", told)
+    return Finding("values", "ok", f"{told}, all finite")
 
 
 def _probe(cache: Cache, trunk: Trunk, sample: tuple[int, ...]) -> ProbeReport | None:

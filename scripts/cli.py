@@ -20,7 +20,7 @@ VERBS = {
     "export": "native head -> another layout, re-imported and compared by logits",
     "import": "another layout -> native head",
     "generate": "chat with the target, plain or with a head",
-    "doctor": "checks a cache for the classic faults and says which one it has",
+    "doctor": "target, rows, cache, run, head, report -> which of the classic faults is in them",
     "plan": "memory, disk and time of a run, forecast from its configuration alone",
     "demo": "all of it on a small real model, on a CPU, in minutes",
 }

@@ -1,4 +1,5 @@
-"""`draftsmith doctor`: checks a cache for the classic faults and says which one it has."""
+"""`draftsmith doctor`: looks at whatever a work folder holds, in the order in which it was made,
+and says which of the classic faults is in it."""
 
 from __future__ import annotations
 
@@ -6,71 +7,69 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import torch
 from rich.markup import escape
 from rich.table import Table
 
 from ..conf.schema import Config
 from ..data.alignment import HeadRow, draw, head_rows
 from ..data.cache import Cache
-from ..data.examine import Examination, Finding, examine_cache
+from ..data.examine import Examination
+from ..data.findings import faults_of
 from ..models.files import atomic_write_json
-from ..models.target import Target, fingerprint, load_tokenizer, prepare_folder, torch_device
+from ..models.target import load_tokenizer
 from ..models.trunk import Trunk
 from .app import Invocation, Verb
-from .artifacts import Artifacts
+from .examination import Doctor, Examined
 
 _COLOURS = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
 
 def run(config: Config, invocation: Invocation) -> None:
-    """Examine the cache; a fault ends the command with exit code 2.
+    """Examine; a fault ends the command with exit code 2.
 
     Raises:
         ValueError: the faults found, each with its remedy.
     """
-    settings = config.doctor
-    artifacts = Artifacts.of(config)
-    place = settings.cache or artifacts.cache
-    folder = prepare_folder(config.target)
-    if settings.target:
-        target = Target.load(config.target)
-        trunk = target.trunk
-    else:
-        dtype = getattr(torch, config.target.dtype)
-        target, trunk = None, Trunk.load(folder, dtype, torch_device(config.target.device))
-    found = examine_cache(
-        place, target, trunk, fingerprint(folder), rows=settings.rows, seed=settings.seed
-    )
-    _tell(found.findings, invocation)
-    out = artifacts.work / "doctor"
-    record = {
-        "cache": place,
-        "findings": [dataclasses.asdict(finding) for finding in found.findings],
-        "sample": list(found.sample),
-        "probes": found.probes.to_json() if found.probes else None,
-    }
+    doctor = Doctor(config)
+    examined = doctor.examine()
+    _tell(examined, invocation)
+    out = doctor.artifacts.work / "doctor"
     out.mkdir(parents=True, exist_ok=True)
+    cache = doctor.cache
+    record = {
+        "examined": [dataclasses.asdict(one) for one in examined],
+        "sample": list(cache.sample) if cache else [],
+        "probes": cache.probes.to_json() if cache and cache.probes else None,
+    }
     atomic_write_json(out / "findings.json", record)
-    wrote = {"findings": out / "findings.json"}
-    if found.cache is not None and found.probes is not None:
-        wrote["picture"] = _picture(found, found.cache, trunk, folder, out, invocation)
+    wrote: dict[str, Path | str] = {"findings": out / "findings.json"}
+    if cache is not None and cache.cache is not None and cache.probes is not None:
+        assert doctor.trunk is not None
+        wrote["picture"] = _picture(
+            cache, cache.cache, doctor.trunk, doctor.folder, out, invocation
+        )
     invocation.wrote(**wrote)
-    if found.faults:
-        told = "; ".join(f"{fault.check}: {fault.told}" for fault in found.faults)
-        remedies = "; ".join(dict.fromkeys(f.remedy for f in found.faults if f.remedy))
-        raise ValueError(f"{place}: {told}. {remedies}".rstrip(". "))
-    invocation.say(f"[green]{escape(place)} is sound[/]")
+    faults = [(one, fault) for one in examined for fault in faults_of(one.findings)]
+    if faults:
+        told = "; ".join(f"{one.place}: {fault.check}: {fault.told}" for one, fault in faults)
+        remedies = "; ".join(dict.fromkeys(fault.remedy for _, fault in faults if fault.remedy))
+        raise ValueError(f"{told}. {remedies}".rstrip(". "))
+    invocation.say(f"[green]{', '.join(one.subject for one in examined)}: no fault found[/]")
 
 
-def _tell(findings: tuple[Finding, ...], invocation: Invocation) -> None:
-    table = Table("check", "", "what was looked at", box=None, pad_edge=False)
-    for finding in findings:
-        told = escape(finding.told)
-        if finding.remedy:
-            told += f"\n[dim]{escape(finding.remedy)}[/]"
-        colour = _COLOURS[finding.verdict]
-        table.add_row(finding.check, f"[{colour}]{finding.verdict}[/]", told)
+def _tell(examined: list[Examined], invocation: Invocation) -> None:
+    table = Table("", "check", "", "what was looked at", box=None, pad_edge=False)
+    for one in examined:
+        table.add_row(f"[bold]{one.subject}[/]", "", "", f"[dim]{escape(one.place)}[/]")
+        if one.waits_for:
+            waits = f"not looked at: mend {', '.join(one.waits_for)} first"
+            table.add_row("", "", "", f"[yellow]{waits}[/]")
+        for finding in one.findings:
+            told = escape(finding.told)
+            if finding.remedy:
+                told += f"\n[dim]{escape(finding.remedy)}[/]"
+            colour = _COLOURS[finding.verdict]
+            table.add_row("", finding.check, f"[{colour}]{finding.verdict}[/]", told)
     invocation.console.print(table)
 
 
@@ -101,12 +100,21 @@ def _drawn(rows: list[HeadRow]) -> Table:
 VERB = Verb(
     name="doctor",
     task=run,
-    reads="a cache (WORK/cache, or cache=…), and the target to extract sampled rows again",
-    writes="WORK/doctor: findings.json, alignment.png; exit code 2 where there is a fault",
-    sections=("work", "doctor", "target"),
+    reads=(
+        "whatever WORK holds: the target, rows, cache, train/ (a failing run's too), its head, "
+        "report.json; or a single thing, doctor.cache=…, doctor.head=…, doctor.run=…, "
+        "doctor.report=…"
+    ),
+    writes=(
+        "WORK/doctor: findings.json, alignment.png; exit code 2 where there is a fault. What would "
+        "only show a fault again that came before it is not looked at"
+    ),
+    sections=("work", "inputs", "data.answers", "doctor", "target"),
     examples=(
         "draftsmith doctor",
         "draftsmith doctor cache=work/mine/cache-heldout doctor.rows=64",
+        "draftsmith doctor doctor.head=some/eagle3 target=llama-3.1-8b",
+        "draftsmith doctor doctor.run=work/mine/train doctor.head=work/mine/train/best",
         "draftsmith doctor target=llama-3.3-70b doctor.target=false",
     ),
     kept="nothing but the report is written",

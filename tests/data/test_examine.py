@@ -122,12 +122,12 @@ def test_a_sound_cache_has_no_fault(plant: Plant, dtype: str) -> None:
     """Whatever it is stored in, with the target at hand or without."""
     place = plant.cache(dtype=dtype)
     found = plant.examine(place)
-    assert [finding.verdict for finding in found.findings[:6]] == ["ok"] * 6
+    assert [finding.verdict for finding in found.findings[:7]] == ["ok"] * 7
     assert [finding.check for finding in found.findings] == [
-        "files", "target", "mask", "shift", "norm", "states", "policy",
+        "files", "target", "mask", "values", "shift", "norm", "states", "policy",
     ]  # fmt: skip
     blind = plant.examine(place, with_target=False)
-    assert not blind.faults and "not looked at" in blind.findings[5].told
+    assert not blind.faults and "not looked at" in blind.findings[6].told
 
 
 @pytest.mark.parametrize(("shift", "told"), [(1, "that of token p-1"), (-1, "that of token p+1")])
@@ -216,7 +216,7 @@ def test_a_target_of_other_sizes(plant: Plant, tiny_llama_folder: Callable[..., 
     for given in (target, None):
         found = examine_cache(place, given, target.trunk, target.fingerprint, rows=len(TALKS))
         checks = {finding.check: finding for finding in found.findings}
-        assert list(checks) == ["files", "target", "mask"] and found.probes is None
+        assert list(checks) == ["files", "target", "mask", "values"] and found.probes is None
         told = checks["target"].told
         assert "the states come from another target: " in told
         assert f"hidden size ({plant.target.hidden_size}, the target's" in told
