@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..inference.curves import overview
-from ..inference.plots import png
 from ..models.files import atomic_write_bytes
 from ..models.heads import Head
 from ..train.loop import Trainer
@@ -44,6 +42,10 @@ def watched(
 def draw_curves(artifacts: Artifacts, *latest: dict[str, Any]) -> None:
     """WORK/train/curves.png, of metrics.jsonl and rows that are not there yet. A picture that
     cannot be drawn is told of, and ends no run."""
+    # matplotlib is a tenth of what a training process imports, and most ranks never draw
+    from ..inference.curves import overview
+    from ..inference.plots import png
+
     try:
         rows = list(read_metrics(artifacts.metrics)) if artifacts.metrics.exists() else []
         figure = overview([*rows, *latest])

@@ -3,10 +3,12 @@ target."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that tests start
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core: one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's kernels run in its interpreter; TRITON_INTERPRET=0 runs them on a GPU (-m gpu).
@@ -94,6 +97,78 @@ def talking_folder(
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2_folder / name, folder / name)
     return folder
+
+
+class Forked:
+    """`python -m WORDS` in a process of its own, forked from one that has imported torch,
+    transformers, DeepSpeed and our commands, which would else take it longer than its work.
+
+    Args:
+        words: the module, then its arguments. folder: where it runs.
+        env: beside those variables of this process that are not a launcher's.
+        place: begins the names of the files that take what it prints.
+    """
+
+    def __init__(
+        self, words: Sequence[str], folder: Path, env: dict[str, str], place: Path
+    ) -> None:
+        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        own = {name: value for name, value in os.environ.items() if name not in launched}
+        self._output = (place.with_suffix(".out"), place.with_suffix(".err"))
+        given = {
+            "words": list(words),
+            "environment": {**own, "OMP_NUM_THREADS": "1", **env},
+            "folder": str(folder),
+            "output": tuple(map(str, self._output)),
+        }
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [
+                "draftsmith.scripts.train",
+                "draftsmith.scripts.generate",
+                "draftsmith.scripts.demo",
+                "transformers.models.llama.modeling_llama",
+                "deepspeed",
+            ]
+        )
+        script = str(ROOT / "tests" / "forked.py")
+        # Not a daemon: it may start processes itself.
+        self._process = context.Process(
+            target=runpy.run_path, args=(script, {"GIVEN": given}, "__main__")
+        )
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs; -N where signal N ended it."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        """Wait for its end; what it printed, and what on stderr. TimeoutError kills it."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.kill()
+            self._process.join()
+            raise TimeoutError(f"killed after {timeout} s: {self._output[1].read_text()[-3000:]}")
+        out, errors = (path.read_text() for path in self._output)
+        return out, errors
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Forked]]:
+    """Starts `python -m WORDS` in a folder; see `Forked`. What still runs at the end is killed."""
+    folder, begun = tmp_path_factory.mktemp("forked"), []
+
+    def start(words: Sequence[str], cwd: Path, **env: str) -> Forked:
+        begun.append(Forked(words, cwd, env, folder / str(len(begun))))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
-"""`draftsmith train` over several processes, as torchrun starts them: caches, and the target on
-ranks of its own. A small random target with the real tokenizer, and toy conversations."""
+"""`draftsmith train` over several processes: caches, and the target on ranks of its own. A small
+random target with the real tokenizer, and toy conversations. torchrun and deepspeed start two ranks
+once each; the ranks of every other run are forked with what these would announce to them."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +36,7 @@ from draftsmith.train.metrics import read_metrics
 pytestmark = pytest.mark.e2e
 
 WORDS = "seven wizards boil black quartz while a lazy dog jumps over the quick brown fox".split()
-ONE = ["-m", "draftsmith.scripts.train"]
+MODULE = "draftsmith.scripts.train"
 SETTINGS = [
     "target.dtype=float32",
     "target.device=cpu",
@@ -52,16 +52,20 @@ SETTINGS = [
 ]
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def torchrun(ranks: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *ONE]
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    return [*launcher, "--standalone", f"--nproc-per-node={ranks}", "-m"]
 
 
 def deepspeed(ranks: int) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     program = str(Path(sys.executable).with_name("deepspeed"))
-    return [program, "--num_gpus", str(ranks), "--master_port", str(port), "--module", ONE[1]]
+    return [program, "--num_gpus", str(ranks), "--master_port", free_port(), "--module"]
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -75,7 +79,8 @@ def chat(number: int) -> dict[str, Any]:
 class Prepared:
     """A target and a work folder with its rows."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: Path, target: Path, forked: Callable[..., Any]) -> None:
+        self.forked = forked
         self.inputs = folder / "inputs"
         self.folder = folder
         self.target = Target.load(TargetConfig(source=str(target), dtype="float32", device="cpu"))
@@ -86,26 +91,49 @@ class Prepared:
         prepare(config, tokenizer, self.target.fingerprint, self.inputs / "rows")
         self.rows = Rows.open(self.inputs / "rows")
 
-    def start(self, launcher: list[str], name: str, *further: str, **env: str) -> subprocess.Popen:
-        """Begin a training run in a work folder of its own."""
-        mine = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        mine |= {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **env}
+    def words(self, name: str, *further: str) -> list[str]:
+        """The command line of a training run in a work folder of its own."""
         places = [f"work={self.folder / name}", f"inputs={self.inputs}"]
         places.append(f"target.source={self.target.folder}")
-        return subprocess.Popen(
-            [sys.executable, *launcher, *SETTINGS, *places, *further],
-            cwd=self.folder,
-            env=mine,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return [MODULE, *SETTINGS, *places, *further]
 
-    def run(self, launcher: list[str], name: str, *further: str) -> Path:
+    def start(self, ranks: int, name: str, *further: str) -> list[Any]:
+        """Begin a training run: its ranks."""
+        env: dict[str, str] = {}
+        if ranks > 1:
+            env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        return [
+            self.forked(
+                self.words(name, *further),
+                self.folder,
+                **env,
+                **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            )
+            for rank in range(ranks)
+        ]
+
+    def run(self, ranks: int, name: str, *further: str) -> Path:
         """A training run that must end well; its folder."""
-        process = self.start(launcher, name, *further)
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, out[-2000:] + errors[:9000]
+        processes = self.start(ranks, name, *further)
+        for process in processes:
+            out, errors = process.communicate()
+            assert process.poll() == 0, out[-2000:] + errors[:9000]
+        return self.folder / name / "train"
+
+    def launch(self, launcher: list[str], name: str, *further: str) -> Path:
+        """The same through a launcher, which starts the ranks."""
+        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        env = {name: value for name, value in os.environ.items() if name not in launched}
+        done = subprocess.run(
+            [*launcher, *self.words(name, *further)],
+            cwd=self.folder,
+            env=env | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:9000]
         return self.folder / name / "train"
 
     def dump(self, tokens_per_batch: int) -> None:
@@ -119,6 +147,7 @@ class Prepared:
 def prepared(
     tiny_llama_folder: Callable[..., Path],
     smollm2_folder: Path,
+    forked: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Prepared:
     """Rows of toy conversations for a random Llama that speaks SmolLM2's tokenizer."""
@@ -128,7 +157,7 @@ def prepared(
     shutil.copytree(weights, target)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2_folder / name, target / name)
-    return Prepared(folder, target)
+    return Prepared(folder, target, forked)
 
 
 def losses(folder: Path) -> list[float]:
@@ -150,8 +179,8 @@ def test_a_cache_of_two_dumping_ranks_trains_on_one_and_on_three(prepared: Prepa
             config = DumpConfig(shard_tokens=512, rank=rank, world_size=2, overwrite=True)
             dump(config, rows, prepared.target, prepared.inputs / name)
     assert len(Cache.open(prepared.inputs / "cache").manifest["shards"]) > 2
-    three = prepared.run(torchrun(3), "three")
-    one = prepared.run(ONE, "one", "train.accumulation=3")
+    three = prepared.run(3, "three")
+    one = prepared.run(1, "one", "train.accumulation=3")
     records = list(read_metrics(three / "metrics.jsonl"))
     assert [r["step"] for r in records] == [1, 2, 3, 4, 4] and records[-1]["kind"] == "validation"
     plan = BatchPlan(Cache.open(prepared.inputs / "cache"), tokens_per_batch=256)
@@ -165,23 +194,24 @@ def test_a_cache_of_two_dumping_ranks_trains_on_one_and_on_three(prepared: Prepa
     assert (three / "head" / "config.json").exists()
 
 
-def test_the_deepspeed_launcher_trains_what_torchrun_trains(prepared: Prepared) -> None:
+def test_the_deepspeed_launcher_trains_what_its_ranks_would(prepared: Prepared) -> None:
     """Two ranks at ZeRO 2 either way: the same losses and the same head, bit for bit."""
     prepared.dump(tokens_per_batch=256)
     settings = ["train.zero_stage=2", "train.checkpoint_every=2"]
-    right = prepared.run(torchrun(2), "by-torchrun", *settings)
-    ours = prepared.run(deepspeed(2), "by-deepspeed", *settings)
+    right = prepared.run(2, "by-hand", *settings)
+    ours = prepared.launch(deepspeed(2), "by-deepspeed", *settings)
     assert losses(ours) == losses(right) and len(losses(ours)) == 4
     assert equal_heads(ours, right)
 
 
 def test_a_target_rank_serves_what_the_trainer_would_make(prepared: Prepared) -> None:
-    """One process with the target in it, and one trainer beside one target rank: the same losses
-    and the same head, bit for bit; neither reads a cache."""
+    """One process with the target in it, and one trainer beside one target rank, under torchrun:
+    the same losses and the same head, bit for bit; neither reads a cache."""
     shutil.rmtree(prepared.inputs / "cache", ignore_errors=True)
     shutil.rmtree(prepared.inputs / "cache-heldout", ignore_errors=True)
-    alone = prepared.run(ONE, "alone", "data.source=online")
-    served = prepared.run(torchrun(2), "served", "data.source=online", "data.online.target_ranks=1")
+    alone = prepared.run(1, "alone", "data.source=online")
+    online = ["data.source=online", "data.online.target_ranks=1"]
+    served = prepared.launch(torchrun(2), "served", *online)
     assert losses(alone) == losses(served) and len(losses(alone)) == 4
     assert equal_heads(alone, served)
     identity = json.loads((served / "run.json").read_text())["identity"]
@@ -192,7 +222,7 @@ def test_a_target_rank_serves_what_the_trainer_would_make(prepared: Prepared) ->
 
 def test_two_trainers_share_one_target_rank(prepared: Prepared) -> None:
     """All three processes end, and the trainers read two batches a step."""
-    folder = prepared.run(torchrun(3), "shared", "data.source=online", "data.online.target_ranks=1")
+    folder = prepared.run(3, "shared", "data.source=online", "data.online.target_ranks=1")
     plan = BatchPlan(OnlineRows(prepared.rows, prepared.target), tokens_per_batch=256)
     read = [plan.tokens(2 * step) + plan.tokens(2 * step + 1) for step in range(4)]
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
@@ -202,30 +232,21 @@ def test_two_trainers_share_one_target_rank(prepared: Prepared) -> None:
 def test_a_target_rank_that_dies_ends_the_run_with_its_name(prepared: Prepared) -> None:
     """SIGKILL to the target rank while training: the trainer does not hang, ends with the exit
     code of a refusal, and says which rank is gone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    further = ["data.source=online", "data.online.target_ranks=1", "train.max_steps=100000"]
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    trainer, server = (
-        prepared.start(ONE, "killed", *further, **env, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in (0, 1)
-    )
+    online = ["data.source=online", "data.online.target_ranks=1", "train.max_steps=100000"]
+    trainer, server = prepared.start(2, "killed", *online)
     try:
         metrics = prepared.folder / "killed" / "train" / "metrics.jsonl"
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 300
         while time.monotonic() < limit and not (metrics.exists() and metrics.stat().st_size):
             assert trainer.poll() is None and server.poll() is None
             time.sleep(0.05)
-        server.send_signal(signal.SIGKILL)
-        _, errors = trainer.communicate(timeout=30)
-        assert trainer.returncode == 2, errors[-3000:]
+        server.kill()
+        _, errors = trainer.communicate(timeout=120)
+        assert trainer.poll() == 2, errors[-3000:]
         assert "rank 1 (127.0.0.1:" in errors and "which serves the target's states" in errors
     finally:
         trainer.kill()
         server.kill()
-        trainer.communicate()
-        server.communicate()
 
 
 def train(prepared: Prepared, plan: BatchPlan, out: Path) -> tuple[list[float], nn.Module]:
