@@ -103,7 +103,7 @@ def test_marked_python_runs(
     assert names["drafted"].metrics.num_drafts > 0
     assert capsys.readouterr().out.split()[2] == "True"
     lines = [line for line in texts[0].splitlines() if line and "import" not in line]
-    assert len(lines) == 15
+    assert len(lines) == 15 and all(len(line) <= 100 for line in lines)
 
 
 def test_public_names_are_what_they_say() -> None:
