@@ -150,9 +150,7 @@ def _native(
     log_sums = torch.empty(num_teachers, dtype=accurate)
     top, teacher_top = (torch.empty(n, dtype=torch.int64) for n in (count, num_teachers))
     rows = rows.contiguous()
-    library = NATIVE.library
-    assert library is not None
-    library.distill_chunk(
+    NATIVE.functions.distill_chunk(
         TYPES[students.dtype],
         students.data_ptr(),
         teachers.data_ptr(),

@@ -165,7 +165,7 @@ def causal_forward_kernel(
     low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
         low = tl.maximum(low, offset + top - reach + 1)
-    high = tl.minimum(offset + top + BLOCK_M, num_tokens)
+    high = offset + tl.minimum(top + BLOCK_M, num_queries)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)

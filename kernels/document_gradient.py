@@ -110,7 +110,7 @@ def causal_query_kernel(
     low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
         low = tl.maximum(low, offset + top - reach + 1)
-    high = tl.minimum(offset + top + BLOCK_M, num_tokens)
+    high = offset + tl.minimum(top + BLOCK_M, num_queries)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     k_base = k + (head // GROUP) * k_head
     v_base = v + (head // GROUP) * v_head
@@ -245,7 +245,7 @@ def causal_key_kernel(
                 seen = seen & (query[None, :] - at[:, None] < reach)
             weight = tl.exp(tl.where(seen, score - whole[None, :], float("-inf")))
             slope = tl.dot(value, tl.trans(pull), input_precision="ieee") - shift[None, :]
-            slope *= weight
+            slope = tl.where(seen, slope * weight, 0.0)  # a key that is not seen may hold NaN
             if softcap is not None:
                 slope *= 1.0 - (score / softcap) * (score / softcap)
             if not EXACT:

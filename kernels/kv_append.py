@@ -89,9 +89,9 @@ def kv_append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor)
 def _store(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     slots = slots.long().contiguous()
-    size, library = pool.element_size(), _NATIVE.library
-    assert library is not None and pool.stride(2) == 1 and rows.dtype == pool.dtype
-    library.kv_append(
+    size = pool.element_size()
+    assert pool.stride(2) == 1 and rows.dtype == pool.dtype
+    _NATIVE.functions.kv_append(
         pool.data_ptr(),
         pool.stride(0) * size,
         pool.stride(1) * size,

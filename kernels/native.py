@@ -78,6 +78,12 @@ class Native:
             function.restype = c_int if name in self.returns else None
         return library
 
+    @property
+    def functions(self) -> ctypes.CDLL:
+        """The file's functions, for ops on tensors that it serves."""
+        assert self.library is not None
+        return self.library
+
     def serves(self, like: Tensor) -> bool:
         """Whether an op on tensors like this one runs its C++ form.
 

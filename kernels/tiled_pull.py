@@ -42,8 +42,7 @@ def serves(q: Tensor) -> bool:
         return False
     if not _NATIVE.serves(q):
         return False
-    assert _NATIVE.library is not None
-    return bool(_NATIVE.library.tiled())
+    return bool(_NATIVE.functions.tiled())
 
 
 def tiled_pull(
@@ -80,7 +79,6 @@ def tiled_pull(
         *(stride for x in rows for stride in (x.stride(0), x.stride(1))),
         scaling,
     )
-    assert _NATIVE.library is not None
-    _NATIVE.library.pull(ctypes.byref(call))
+    _NATIVE.functions.pull(ctypes.byref(call))
     dk, dv = parts.unflatten(1, (key_heads, -1)).sum(2).to(q.dtype)
     return dq, dk, dv

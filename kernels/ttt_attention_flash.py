@@ -66,11 +66,9 @@ def _scores(q: Tensor, chain_k: Sequence[Tensor], scaling: float) -> Tensor:
     """[k, Hq, N] in at least float32: each query with its own chain's keys."""
     if _native(q, *chain_k):
         out = torch.empty(len(chain_k), *q.shape[:2], dtype=_wide(q))
-        library = _NATIVE.library
-        assert library is not None
         for scores, key in zip(out, chain_k, strict=True):
             places = [*_place(q), *_place(key), scores.data_ptr()]
-            library.chain_scores(*_sizes(q, key), *places, scaling)
+            _NATIVE.functions.chain_scores(*_sizes(q, key), *places, scaling)
         return out
     grouped = _grouped(q, chain_k[0])
     return torch.stack([(grouped * key[:, None]).sum(-1).flatten(0, 1) for key in chain_k]).mul_(
@@ -120,10 +118,8 @@ def _pull(
         of_key, of_value = (torch.empty(x.shape, dtype=x.dtype) for x in (key, value))
         sums = (x.contiguous() for x in (share, drop))
         pointers = [x.data_ptr() for x in (*sums, added, of_key, of_value)]
-        library = _NATIVE.library
-        assert library is not None
         places = [*_place(q), *_place(grad), *_place(key), *_place(value)]
-        library.chain_pull(*_sizes(q, key), *places, *pointers, scaling)
+        _NATIVE.functions.chain_pull(*_sizes(q, key), *places, *pointers, scaling)
         return of_key, of_value
     grouped_q, grouped_grad, wide = _grouped(q, key), _grouped(grad, key), added.dtype
     share, drop = share.unflatten(0, (len(key), -1)), drop.unflatten(0, (len(key), -1))

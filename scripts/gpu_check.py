@@ -88,10 +88,10 @@ def parity(case: Case, size: Size, dtype: torch.dtype, device: str, **numbers: i
     try:
         got = case.run(*case.arguments(size, dtype, device, counts))
         want = case.plain(*case.arguments(size, dtype, device, counts))
+        return Parity(case.op, size.name, name, difference(got, want))
     except Exception as fault:  # a kernel that does not run is a finding, and others follow
         told = f"{type(fault).__name__}: {fault}"[:300]
         return Parity(case.op, size.name, name, float("inf"), told)
-    return Parity(case.op, size.name, name, difference(got, want))
 
 
 def toy(folder: Path, dtype: str, device: str, hidden: int = 512) -> tuple[Target, Head]:
@@ -238,11 +238,34 @@ def main(arguments: list[str]) -> int:
         return 2
     os.environ[VARIABLE] = "triton"
     named = {Path(word).suffix: Path(word) for word in arguments}
-    card = torch.cuda.get_device_name()
+    means = Means("cuda", median_seconds, no_waiting, captured)
+    report, faults = check(CASES, torch.cuda.get_device_name(), means)
+    if ".json" in named:
+        atomic_write_json(named[".json"], report)
+    if ".md" in named:
+        write_page(named[".md"], report)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a check has at hand: where it runs, its clock, what forbids waiting, what captures."""
+
+    device: str
+    timed: Callable[[Callable[[], Any]], float]
+    guard: Callable[[], AbstractContextManager[None]]
+    capture: Callable[[Callable[[], None]], Callable[[], None]]
+    steps: int = STEPS
+
+
+def check(cases: tuple[Case, ...], card: str, means: Means) -> tuple[dict[str, Any], list[str]]:
+    """All checks; the report, and what is wrong."""
     print(f"{card}, torch {torch.__version__}")
     compared = [
-        parity(case, size, dtype, "cuda")
-        for case in CASES
+        parity(case, size, dtype, means.device)
+        for case in cases
         for size in (*case.sizes, *case.extra)
         for dtype in TOLERANCE
     ]
@@ -253,10 +276,9 @@ def main(arguments: list[str]) -> int:
     ]
     print(f"parity: {len(compared) - len(faults)} of {len(compared)} ops are their definitions")
     with tempfile.TemporaryDirectory() as folder:
-        target, head = toy(Path(folder), "bfloat16", "cuda")
-        checks = _engine_checks(target, head)
+        checks = _engine_checks(*toy(Path(folder), "bfloat16", means.device), means)
     faults += [f"{name}: {told}" for name, told in checks.items() if told != "good"]
-    seconds, others = timings(CASES, "cuda", median_seconds)
+    seconds, others = timings(cases, means.device, means.timed)
     for name, value in seconds.items():
         beside = ", ".join(
             f"{rival} {1e6 * one['seconds']:.1f} µs" if "seconds" in one else f"{rival} failed"
@@ -271,31 +293,27 @@ def main(arguments: list[str]) -> int:
         "seconds": seconds,
         "others": others,
     }
-    if ".json" in named:
-        atomic_write_json(named[".json"], report)
-    if ".md" in named:
-        write_page(named[".md"], report)
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    return report, faults
 
 
-def _engine_checks(target: Target, head: Head) -> dict[str, str]:
+def _engine_checks(target: Target, head: Head, means: Means) -> dict[str, str]:
     """By name, `good` or what went wrong."""
-    checks = {}
+    checks, steps = {}, means.steps
     for drafts in (1, 3):
-        length = (STEPS + 4) * (drafts + 1)
         for temperature in (0.0, 0.8):
             params = SamplingParams(
-                max_new_tokens=length, ignore_eos=True, temperature=temperature, top_p=0.95
+                max_new_tokens=(steps + 4) * (drafts + 1),
+                ignore_eos=True,
+                temperature=temperature,
+                top_p=0.95,
             )
             name = f"engine, {drafts} drafts, temperature {temperature}"
             try:
-                done = overlapped_steps(target, head, drafts, params, no_waiting)
-                checks[name] = "good" if done == STEPS else f"{done} of {STEPS} steps overlapped"
+                done = overlapped_steps(target, head, drafts, params, means.guard, steps)
+                checks[name] = "good" if done == steps else f"{done} of {steps} steps overlapped"
             except RuntimeError as fault:
                 checks[name] = str(fault)[:300]
-        found = replayed_steps(target, head, drafts, captured)
+        found = replayed_steps(target, head, drafts, means.capture, steps)
         checks[f"graphs, {drafts} drafts"] = "; ".join(found) or "good"
     for name, told in checks.items():
         print(f"{name}: {told}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from draftsmith.inference.config import SamplingParams
 from draftsmith.kernels import jit
 from draftsmith.models.heads import Head
 from draftsmith.models.target import Target
+from draftsmith.scripts import gpu_check
 from draftsmith.scripts.gpu_check import (
+    Means,
+    check,
     difference,
     main,
     overlapped_steps,
@@ -80,20 +84,29 @@ def test_a_difference_is_found():
     assert not found.good and "RuntimeError" in found.told
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_steps_are_overlapped_inside_the_guard(small: tuple[Target, Head], drafts: int):
-    """All of them, and the guard is left."""
+def test_the_whole_check_and_what_it_finds(monkeypatch: pytest.MonkeyPatch):
+    """Everything in one call: all steps lie inside the guard, a guard that raises is a finding, and
+    so is an op that is not its definition."""
+    monkeypatch.setattr(gpu_check, "toy", partial(toy, hidden=64))
+    good = replace(NAMED["rms_norm"], sizes=(TINY,), numbers={"N": 3})
+    wrong = replace(NAMED["kv_append"], sizes=(TINY,), run=lambda keys, values, *rest: (keys,) * 2)
     entered: list[str] = []
 
     @contextmanager
     def guard() -> Iterator[None]:
         entered.append("in")
+        if len(entered) == 4:
+            raise RuntimeError("called a synchronizing CUDA operation")
         yield
-        entered.append("out")
 
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=0.8, top_p=0.95)
-    assert overlapped_steps(*small, drafts, params, guard, steps=4) == 4
-    assert entered == ["in", "out"]
+    means = Means("cpu", lambda call: float(call() is None), guard, lambda call: call, steps=3)
+    report, faults = check((good, wrong), "no card", means)
+    assert len(entered) == 4
+    assert {name: told for name, told in report["checks"].items() if told != "good"} == {
+        "engine, 3 drafts, temperature 0.8": "called a synchronizing CUDA operation"
+    }
+    assert len(faults) == 3 and faults[0].startswith("kv_append @ tiny, float32: inf")
+    assert report["seconds"] == {"rms_norm @ tiny": 0.0, "kv_append @ tiny": 0.0}
 
 
 def test_a_request_that_cannot_overlap_is_told(small: tuple[Target, Head]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -62,6 +64,19 @@ def test_real_vocabularies(size: int):
     for got, want in zip(figures[:3], expected[:3], strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     assert figures.student_top[0] == 4000 and figures.teacher_top[0] == size // 2
+
+
+def test_teachers_behind_the_reach_of_32_bits(far_memory: Callable[[int], torch.Tensor]):
+    """Row 2**14 of 2**17 columns begins at element 2**31."""
+    far = far_memory(2**17).view(2**14 + 1, 2**17)
+    far[2**14, [7, 2**17 - 3]] = 5
+    students = torch.randn(1, 2**17).bfloat16()
+    copy, rows = students.clone(), torch.tensor([2**14])
+    figures = distill_chunk(students, far, rows)
+    near = distill_chunk(copy, far[2**14 :].clone(), torch.tensor([0]))
+    assert torch.equal(students, copy) and figures.teacher_top.tolist() == [7]
+    for got, want in zip(figures, near, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_no_rows():

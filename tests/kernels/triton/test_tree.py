@@ -125,9 +125,9 @@ def test_kept_paths_are_those_of_the_definition(reduced: int | None):
     assert len(seen) > 5 and max(sum(row >= 0 for row in path) for path in seen) >= 2
 
 
-def test_a_real_vocabulary():
+@pytest.mark.parametrize("size", [49152, 151936])
+def test_real_vocabularies(size: int):
     """Two refusals and the draw go over many blocks."""
-    size = 49152
     target = torch.softmax(torch.randn(3, size) * 3, -1)
     law = torch.softmax(torch.randn(1, size) * 3, -1)
     tables = build_trees(torch.tensor([[-1, 0, 0]]), 2)

@@ -94,6 +94,26 @@ def test_a_slice_of_the_queries(begin: int, end: int, steps: int, options: dict[
     _compare(leaves, starts, offset=begin, **options)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_keys_that_no_query_sees_are_not_read(steps: int):
+    """NaN in the document before a slice of queries and behind the slice: outputs are those of
+    clean keys, and the gradients of the poisoned ones are 0."""
+    results = []
+    for poison in (0.0, float("nan")):
+        leaves, starts = _inputs([5, 70], (3, 1), (8, 8), steps)
+        for number in (0, *range(3, len(leaves))):
+            leaves[number] = leaves[number][:, 30:41].detach().requires_grad_()
+        for number in (1, 2):
+            dirty = leaves[number].detach().clone()
+            dirty[:, :5], dirty[:, 41:] = poison, poison
+            leaves[number] = dirty.requires_grad_()
+        pull = torch.linspace(-1, 1, 3 * 11 * 8).view(3, 11, 8)
+        results.append(_run(ttt_attention, leaves, starts, pull, offset=30))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+    assert not bool(results[1][2][:, 41:].any()) and bool(results[1][2][:, 5:41].any())
+
+
 def test_runs_repeat_bit_for_bit():
     """No sum depends on the order of programs: two runs give the same gradients."""
     leaves, starts = _inputs(*SHAPES["over one block"], 2)
