@@ -30,11 +30,8 @@ check: dev ## lint, formatting, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/basedpyright
 
-bench: dev ## the ratios of docs/results.md, each measured in one run (by hand: families, which needs trained heads, and soak)
-	@for file in scripts/bench/[a-z]*.py; do \
-		name=$$(basename $$file .py); case $$name in families|soak) continue;; esac; \
-		echo "== $$name"; $(VENV)/bin/python -m draftsmith.scripts.bench.$$name || exit 1; \
-	done
+bench: dev ## every bench, one run each, JSON to work/bench/ and a table of ratios at the end
+	$(VENV)/bin/python -m draftsmith.scripts.bench
 
 dev: $(VENV)/.installed-dev ## make .venv with what the tests and the checks need
 

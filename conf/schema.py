@@ -55,6 +55,29 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """Where `dump` and `regenerate` run: here, or in shares on the workers of a Ray cluster."""
+
+    workers: int = 0
+    """How many shares Ray hands out, one to a worker; 0 does the work in this process."""
+    address: str | None = None
+    """Of the cluster: auto for the one that this machine belongs to, ray://HOST:10001; null is
+    RAY_ADDRESS, or else this machine alone."""
+    cpus: float = 1.0
+    """Processor cores of a worker."""
+    gpus: float | None = None
+    """GPUs of a worker; null is one where the cluster has any, else none."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ValueError(f"ray.workers={self.workers}: must be 0 or more")
+        for name in ("cpus", "gpus"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"ray.{name}={value}: must be 0 or more")
+
+
+@dataclass(frozen=True)
 class PrepareConfig:
     """What `prepare` prints beside its ledger."""
 
@@ -349,6 +372,7 @@ class Config:
     tracker: TrackerConfig
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     combine: CombineConfig = field(default_factory=CombineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

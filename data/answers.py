@@ -45,6 +45,7 @@ class AnswerStore:
         settings: JSON values that determine an answer.
         seconds: new answers are written once this much time has passed since the last part.
         overwrite: remove files whose answers were made with other settings.
+        rank, world_size: this process among those that write parts into the folder.
     Attributes:
         messages: what is made anew and why, for the user.
     Raises:
@@ -53,7 +54,13 @@ class AnswerStore:
     """
 
     def __init__(
-        self, folder: Path, settings: dict[str, Any], seconds: float, overwrite: bool = False
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        seconds: float,
+        overwrite: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.folder = folder
         self.messages: list[str] = []
@@ -62,7 +69,10 @@ class AnswerStore:
         self._found: dict[str, Answers] = {}
         self._new: list[str] = []
         self._written = time.monotonic()
-        self._parts = max((number + 1 for number in self._numbered()), default=0)
+        self._read: set[str] = set()
+        # the numbers of a rank's parts leave one remainder, so that no two ranks take the same one
+        free = max((number + 1 for number in self._numbered()), default=0)
+        self._parts, self._step = free + (rank - free) % world_size, world_size
         others: dict[str, list[Path]] = {}
         rows = 0
         for path in sorted(folder.glob("answers*.parquet")):
@@ -84,7 +94,7 @@ class AnswerStore:
             )
         for changed, paths in others.items():
             for path in paths:
-                path.unlink()
+                path.unlink(missing_ok=True)  # another rank may have done it
             self.messages.append(f"earlier answers are made anew: {changed}")
 
     def __contains__(self, key: str) -> bool:
@@ -104,9 +114,17 @@ class AnswerStore:
         """Write what is new as a part."""
         self._written = time.monotonic()
         if self._new:
-            self._write(self.folder / f"answers-{self._parts:05d}.parquet", self._new)
-            self._parts += 1
+            path = self.folder / f"answers-{self._parts:05d}.parquet"
+            self._write(path, self._new)
+            self._read.add(path.name)
+            self._parts += self._step
             self._new = []
+
+    def refresh(self) -> None:
+        """Take up the parts that other processes have written since."""
+        for _, path in sorted(self._numbered().items()):
+            if path.name not in self._read and (table := self._load(path)) is not None:
+                self._take(table)
 
     def gather(self) -> None:
         """One file instead of the parts."""
@@ -124,6 +142,7 @@ class AnswerStore:
 
     def _load(self, path: Path) -> pa.Table | None:
         """What a file holds; None, and a message, where its content is damaged."""
+        self._read.add(path.name)
         try:
             data = path.read_bytes()
         except OSError as error:

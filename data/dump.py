@@ -90,8 +90,8 @@ class Dumped:
     """The outcome.
 
     Attributes:
-        folder: path or URL. manifest: as on disk; empty on every rank but the first, which alone
-            finishes.
+        folder: path or URL. manifest: as on disk; empty where another process finishes the cache:
+            on every rank but the first.
         reused: the finished cache was there, and nothing was done. resumed: whole shards that were
             there. shards: of this rank. changed: fields that differ from the finished cache that
             was there before.
@@ -111,6 +111,7 @@ def dump(
     target: Target,
     out: Path | str,
     progress: Progress | None = None,
+    finish: bool = True,
 ) -> Dumped:
     """Write the cache of `rows` into `out`, go on with an unfinished one, renew the shards that a
     change touched, or find it there.
@@ -118,6 +119,8 @@ def dump(
     Args:
         out: a folder or an fsspec URL.
         progress: called with (tokens done, tokens to do) of this rank.
+        finish: write index and manifest on rank 0, which waits for the other ranks' shards; False
+            leaves that to a later call.
     Raises:
         ValueError: rows of another tokenizer or too long for the target, unknown boundary, no room
             on the disk, a probe that found a fault, too many rows with non-finite states, or a
@@ -169,7 +172,7 @@ def dump(
         try:
             _fill(writer, config, rows, target, shards, progress)
             manifest: dict[str, Any] = {}
-            if rank == 0:
+            if rank == 0 and finish:
                 writer.wait()
                 about = _about(identity, target, report)
                 manifest = writer.finish(cache_key(states, keys), about)

@@ -6,16 +6,19 @@ the batch as others leave it. The result is a folder of rows as `prepare` writes
 answers.parquet beside them (see answers.py). What is held out stays held out.
 
 An answer depends on the row, its turn and the settings alone: each request has a seed of its own,
-and neither order nor batch nor drafter changes what it says, up to near ties of a narrow dtype.
+and neither order nor batch nor drafter changes what it says, up to near ties of a narrow dtype. So
+several processes may share the rows; what is on disk is all they share.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ from .regenerated import write_rows
 from .rowfile import FORMAT, SPLITS, Rows, existing
 
 Progress = Callable[[int, int | None], None]
+_log = logging.getLogger(__name__)
+_POLL, _TELL_EVERY = 1.0, 30.0  # seconds
 RULES = 1  # raised when the rules of chains.py change what a row becomes
 
 
@@ -65,6 +70,11 @@ class RegenerateConfig:
     save_seconds: float = 10.0
     """Finished rows are saved this often; a killed run loses no more than that and the rows under
     way."""
+    rank: int | None = None
+    """Which of `world_size` processes this one is, each of which answers its share of the rows;
+    null takes both from the launcher's environment (torchrun, srun), or is the only one."""
+    world_size: int | None = None
+    """How many processes answer these rows."""
 
     def __post_init__(self) -> None:
         SamplingParams(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
@@ -82,13 +92,21 @@ class RegenerateConfig:
                 raise ValueError(f"regenerate.{name}={value}: must be 1 or more, or null for all")
         if self.save_seconds < 0:
             raise ValueError(f"regenerate.save_seconds={self.save_seconds}: must be 0 or more")
+        if (self.rank is None) != (self.world_size is None) or not (
+            0 <= (self.rank or 0) < (self.world_size or 1)
+        ):
+            raise ValueError(
+                f"regenerate.rank={self.rank} of world_size {self.world_size}: give both, with 0 "
+                "<= rank < world_size, or neither"
+            )
 
 
 @dataclass(frozen=True)
 class Regenerated:
     """The outcome: `reused` when the rows were there; `resumed` rows whose answers were.
 
-    `generated` tokens are those of this call.
+    `generated` tokens are those of this call. Manifest and ledger are empty where the answers were
+    left to another process, which writes the rows.
     """
 
     folder: Path
@@ -110,6 +128,7 @@ def regenerate(
     drafter: Drafter | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    finish: bool = True,
 ) -> Regenerated:
     """Write the rows of `source` with the target's own answers into `out`, or find them there.
 
@@ -119,6 +138,8 @@ def regenerate(
         tokenizer: writes the text of held-out answers for readers; no id comes from it.
         overwrite: replace answers that were made with other settings, of finished rows or not.
         progress: called with (tokens generated, tokens to generate as foreseen so far).
+        finish: write the rows on rank 0, which waits for the other ranks' answers; False leaves
+            that to a later call.
     Raises:
         ValueError: rows of another tokenizer, answers of other settings in `out`, or no answer that
             can be used; with the reason and the remedy.
@@ -142,15 +163,18 @@ def regenerate(
     if old is not None and old["key"] == key and not damaged:
         return Regenerated(out, old, read_json(out / "ledger.json"), True, 0, 0, ())
     out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob(".*.tmp"):
-        stale.unlink()
-    store = AnswerStore(out, settings, config.save_seconds, overwrite)
+    rank, world_size = config.rank or 0, config.world_size or 1
+    store = AnswerStore(out, settings, config.save_seconds, overwrite, rank, world_size)
     counts = {split: len(rows) for split, rows in splits.items()}
     counts["train"] = _first(splits["train"].lengths, config)
     work = Work(splits, counts, target, limit)
-    missing, resumed = work.missing(store)
+    missing, resumed = work.missing(store, rank, world_size)
+    finish = finish and rank == 0
     try:
         generated = _answer(missing, work, store, config, Engine(target, engine, drafter), progress)
+        if finish and world_size > 1:
+            store.flush()  # nothing is lost while the others are waited for
+            _wait(work, store)
     except KeyboardInterrupt:
         store.flush()
         raise KeyboardInterrupt(
@@ -160,6 +184,11 @@ def regenerate(
     except ValueError:  # a request that the engine's pool cannot hold, for one
         store.flush()
         raise
+    if not finish:
+        store.flush()
+        return Regenerated(out, {}, {}, False, resumed, generated, tuple(store.messages))
+    for stale in out.glob(".*.tmp"):
+        stale.unlink()
     store.gather()
     manifest, ledger = write_rows(
         work.answered(store),
@@ -170,7 +199,10 @@ def regenerate(
         {
             "key": key,
             "identity": identity,
-            "config": {**splits["train"].manifest["config"], "regenerate": asdict(config)},
+            "config": {
+                **splits["train"].manifest["config"],
+                "regenerate": asdict(replace(config, rank=None, world_size=None)),
+            },
         },
     )
     return Regenerated(out, manifest, ledger, False, resumed, generated, tuple(store.messages))
@@ -200,20 +232,25 @@ class Work:
             chain.answers = [answer.tolist() for answer in store[row_key(chain.row)]]
             yield split, chain
 
-    def missing(self, store: AnswerStore) -> tuple[dict[str, tuple[str, int, int]], int]:
-        """Key -> (split, index, number of answers) of the rows that the store lacks, and how many
-        rows it has.
+    def missing(
+        self, store: AnswerStore, rank: int = 0, world_size: int = 1
+    ) -> tuple[dict[str, tuple[str, int, int]], int]:
+        """Key -> (split, index, number of answers) of the rows that the store lacks, of a rank's
+        share, and how many rows it has.
 
-        Equal rows have one key, one prompt and one seed, hence one answer.
+        Equal rows have one key, one prompt and one seed, hence one answer. The share is every
+        `world_size`-th key of all rows, whatever the store has of them.
         """
         missing: dict[str, tuple[str, int, int]] = {}
+        places: dict[str, int] = {}
         present = 0
         for split, index in self.rows():
             chain = self.chain(split, index)
             key = row_key(chain.row)
+            place = places.setdefault(key, len(places))
             if key in store:
                 present += 1
-            else:
+            elif place % world_size == rank:
                 missing.setdefault(key, (split, index, len(chain.spans)))
         return missing, present
 
@@ -329,6 +366,18 @@ def _answer(
         if progress and answered:
             progress(tokens, max(tokens, round(expected * tokens / answered)))
     return tokens
+
+
+def _wait(work: Work, store: AnswerStore) -> None:
+    """Until the answers of all ranks are there; tells how many rows lack theirs every 30
+    seconds."""
+    told = time.monotonic()
+    while missing := len(work.missing(store)[0]):
+        if time.monotonic() - told >= _TELL_EVERY:
+            told = time.monotonic()
+            _log.warning("%s: waiting for %d rows of other ranks", store.folder, missing)
+        time.sleep(_POLL)
+        store.refresh()
 
 
 def _seed(seed: int, key: str, turn: int) -> int:

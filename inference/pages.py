@@ -95,14 +95,6 @@ class PageAllocator:
             self._left[page] = 0
         return [page for page in known if not self.users[page]]
 
-    def _elsewhere(self, count: int, room: int, avoid: Set[int]) -> list[int]:
-        """A run of `room` free pages, or of `count`, or any."""
-        for length in (max(room, count), count):
-            if pages := self._run(length, avoid)[:count]:
-                return pages
-        free = (page for page in range(self.num_pages) if not self.users[page])
-        return sorted(free, key=lambda page: (page in avoid, self._left[page]))[:count]
-
     def _behind(self, page: int | None, count: int) -> list[int]:
         """The next `count` neighbours of a page where all are free, else none."""
         if page is None or page + count >= self.num_pages:

@@ -141,9 +141,8 @@ class Verb:
         given = list(sys.argv[1:] if arguments is None else arguments)
         # The deepspeed launcher adds this to every rank's line; LOCAL_RANK says the same.
         given = [word for word in given if not word.startswith(("--local_rank", "--local-rank"))]
-        console = Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
         with _short_warnings():
-            return self._guarded(lambda: self._run(given, console))
+            return self._guarded(lambda: self._run(given))
 
     def help(self) -> str:
         """The text of `--help`: purpose, input, output, options with defaults and meanings,
@@ -225,11 +224,11 @@ class Verb:
         quoted = ",".join(json.dumps(value, ensure_ascii=False) for value in values)
         return [*(word for word in words if word not in (*bare, *one)), f"{prefix}[{quoted}]"]
 
-    def _run(self, given: list[str], console: Console) -> int:
+    def _run(self, given: list[str]) -> int:
         _check_launcher(os.environ)
         given, flags, overrides = self.read(given)
         if flags.help:
-            console.print(self.help(), highlight=False, markup=False)
+            _console().print(self.help(), highlight=False, markup=False)
             return 0
         parsed = check(overrides, flags.config_dir)
         several = any(override.is_sweep_override() for override in parsed)
@@ -245,11 +244,14 @@ class Verb:
                 print(OmegaConf.to_yaml(node), end="")
                 return 0
         codes: list[int] = []
-        transformers_logging.disable_progress_bar()
+        here = os.getpid()
 
+        # A launcher of Hydra's may pickle the job and run it elsewhere: it holds no console.
         def job(node: DictConfig) -> None:
             if INTERRUPTED in codes:  # the rest of a sweep is not wanted either
                 return
+            transformers_logging.disable_progress_bar()
+            console = _console()
             about = HydraConfig.get()
             swept = about.mode == RunMode.MULTIRUN
             invocation = Invocation(self.name, tuple(overrides), plain(node), console, swept)
@@ -257,6 +259,8 @@ class Verb:
                 own = [word for word in about.overrides.task if word not in overrides]
                 invocation.say(f"[bold]job {about.job.num + 1}:[/] {escape(' '.join(own))}")
             codes.append(self._guarded(lambda: self.task(to_config(node), invocation)))
+            if codes[-1] and os.getpid() != here:
+                raise RuntimeError(f"{invocation.verb} ended with {codes[-1]}; its log says why")
 
         before = sys.argv
         sys.argv = [
@@ -297,6 +301,11 @@ class Verb:
         except Exception:
             traceback.print_exc()
             return 1
+
+
+def _console() -> Console:
+    """Prints to the user; silent on every rank but the first."""
+    return Console(quiet=os.environ.get("RANK", "0") != "0", soft_wrap=True)
 
 
 def _is_flag(word: str) -> bool:

@@ -6,9 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
-
-import torch
+from functools import partial
 
 from ..conf.schema import Config
 from ..data.dump import DumpConfig, Dumped, dump
@@ -16,47 +14,66 @@ from ..data.rowfile import SPLITS, Rows
 from ..data.store import Store
 from ..models.heads import training_boundaries
 from ..models.provenance import provenance
-from ..models.target import Target, torch_device
+from ..models.target import Target
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
+from .shares import launched, over_ray, take_gpu
 from .source import head_shape
 
 
 def run(config: Config, invocation: Invocation) -> None:
     """Write the caches of the training and of the held-out rows, or find them there."""
-    done = caches(config, invocation)
-    names = ("cache", "cache_heldout")
-    invocation.wrote(**{name: place.folder for name, place in zip(names, done, strict=False)})
+    if config.ray.workers:
+        over_ray(config, invocation, partial(_share, finish=False), _share)
+        artifacts = Artifacts.of(config)
+        places = [artifacts.cache]
+        if len(Rows.open(artifacts.learned, "heldout")):
+            places.append(artifacts.heldout_cache)
+    else:
+        places = [done.folder for done in caches(config, invocation)]
+    invocation.wrote(**dict(zip(("cache", "cache_heldout"), places, strict=False)))
     invocation.next("train")
 
 
-def caches(config: Config, invocation: Invocation) -> list[Dumped]:
+def _share(
+    config: Config, invocation: Invocation, number: int, count: int, finish: bool = True
+) -> None:
+    """A rank's part of the caches, on a worker."""
+    settings = dataclasses.replace(config.data.dump, rank=number, world_size=count)
+    data = dataclasses.replace(config.data, dump=settings)
+    caches(dataclasses.replace(config, data=data), invocation, finish)
+
+
+def caches(config: Config, invocation: Invocation, finish: bool = True) -> list[Dumped]:
     """The caches of a run, made or found. The held-out one is left out where nothing is held
-    out."""
+    out.
+
+    Args:
+        finish: as for `dump`.
+    """
     artifacts = Artifacts.of(config)
     settings = config.data.dump
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
     if settings.rank is None:
-        settings = dataclasses.replace(settings, **_launched(os.environ))
-    if config.target.spread and (settings.world_size or 1) > 1:
-        raise ValueError(
-            f"target.spread=true on {settings.world_size} ranks: one process lays the layers over "
-            "all devices; start `draftsmith dump` without a launcher"
-        )
-    if torch_device(config.target.device).type == "cuda":
-        torch.cuda.set_device(_local_rank(os.environ))
+        settings = dataclasses.replace(settings, **launched(os.environ))
+        if config.target.spread and (settings.world_size or 1) > 1:
+            raise ValueError(
+                f"target.spread=true on {settings.world_size} ranks: one process lays the layers "
+                "over all devices; start `draftsmith dump` without a launcher"
+            )
+    take_gpu(config)
     rows = {split: Rows.open(artifacts.learned, split) for split in SPLITS}
     target = Target.load(config.target)
     shape = head_shape(config, invocation.overrides)
     boundaries = settings.boundaries or training_boundaries(shape, target.num_layers)
     settings = dataclasses.replace(settings, boundaries=boundaries)
-    done = [_cache(settings, rows["train"], artifacts.cache, target, invocation)]
+    make = partial(_cache, target=target, invocation=invocation, finish=finish)
+    done = [make(settings, rows["train"], artifacts.cache)]
     if len(rows["heldout"]):
         # Held-out rows are few, and all of them are wanted.
         whole = dataclasses.replace(settings, max_tokens=None)
-        place = artifacts.heldout_cache
-        done.append(_cache(whole, rows["heldout"], place, target, invocation))
+        done.append(make(whole, rows["heldout"], artifacts.heldout_cache))
     return done
 
 
@@ -66,15 +83,17 @@ def _cache(
     out: str,
     target: Target,
     invocation: Invocation,
+    finish: bool,
 ) -> Dumped:
     start = time.perf_counter()
     name = out.rpartition("/")[2]
     with progress(invocation.console, name, "tokens") as report:
-        done = dump(settings, rows, target, out, report)
+        done = dump(settings, rows, target, out, report, finish)
     if done.changed:
         invocation.say(f"changed since the cache was made: {'; '.join(done.changed)}")
     if not done.manifest:
-        invocation.say(f"{name}: {done.shards} shards are written; rank 0 finishes the cache")
+        kept = f", {done.resumed} of them kept" if done.resumed else ""
+        invocation.say(f"{name}: {done.shards} shards are written{kept}; rank 0 finishes the cache")
         return done
     counts = done.manifest["counts"]
     if done.reused:
@@ -105,20 +124,6 @@ def _cache(
     return done
 
 
-def _launched(environment: Mapping[str, str]) -> dict[str, int]:
-    """rank and world_size as torchrun or srun announces them; those of a process alone else."""
-    # SLURM_NTASKS stands in a batch script, too, which is one process: a step has its own count
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if rank in environment and size in environment:
-            return {"rank": int(environment[rank]), "world_size": int(environment[size])}
-    return {"rank": 0, "world_size": 1}
-
-
-def _local_rank(environment: Mapping[str, str]) -> int:
-    """Which GPU of this machine."""
-    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
-
-
 VERB = Verb(
     name="dump",
     task=run,
@@ -133,6 +138,7 @@ VERB = Verb(
         "target",
         "data.answers",
         "data.dump",
+        "ray",
         "head.kind",
         "head.boundaries",
         "head.init.source",
@@ -144,6 +150,7 @@ VERB = Verb(
         "draftsmith dump target=llama-3.1-8b data.dump.tokens_per_batch=16384 data.dump.dtype=fp8",
         "torchrun --nproc-per-node 8 -m draftsmith.scripts.dump target=llama-3.1-8b "
         "data.dump.folder=s3://bucket/llama-cache",
+        "draftsmith dump target=llama-3.1-8b ray.workers=16 ray.address=auto",
     ),
     kept="whole shards are kept, and the same command goes on from them",
 )

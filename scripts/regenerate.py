@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 import time
 import warnings
@@ -19,23 +21,47 @@ from .acceptance import drafter
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
+from .shares import launched, over_ray, take_gpu
 
 
 def run(config: Config, invocation: Invocation) -> None:
     """Write rows of the target's own answers, or find them there."""
-    done = answers(config, invocation)
-    invocation.wrote(rows=done.folder, ledger=done.folder / "ledger.json")
+    if config.ray.workers:
+        over_ray(config, invocation, _share, _finish)
+        folder = Artifacts.of(config).regenerated
+    else:
+        folder = answers(config, invocation).folder
+    invocation.wrote(rows=folder, ledger=folder / "ledger.json")
     invocation.next("dump", "data.answers=regenerated")
 
 
-def answers(config: Config, invocation: Invocation) -> Regenerated:
-    """The regenerated rows of a run, made or found."""
+def _share(config: Config, invocation: Invocation, number: int, count: int) -> None:
+    """A rank's answers, on a worker."""
+    settings = dataclasses.replace(config.regenerate, rank=number, world_size=count)
+    answers(dataclasses.replace(config, regenerate=settings), invocation, finish=False)
+
+
+def _finish(config: Config, invocation: Invocation, number: int, count: int) -> None:
+    """The rows of all answers, on a worker."""
+    answers(config, invocation)
+
+
+def answers(config: Config, invocation: Invocation, finish: bool = True) -> Regenerated:
+    """The regenerated rows of a run, made or found.
+
+    Args:
+        finish: as for `regenerate`.
+    """
     artifacts = Artifacts.of(config)
+    settings = config.regenerate
+    if settings.rank is None:
+        settings = dataclasses.replace(settings, **launched(os.environ))
+    take_gpu(config)
     target = Target.load(config.target)
     start = time.perf_counter()
     with progress(invocation.console, "answers", "tokens") as report:
         done = regenerate(
-            config.regenerate,
+            settings,
             artifacts.rows,
             target,
             config.engine,
@@ -44,10 +70,16 @@ def answers(config: Config, invocation: Invocation) -> Regenerated:
             _drafter(config, target),
             config.overwrite,
             report,
+            finish,
         )
     seconds = time.perf_counter() - start
     for message in done.messages:
         invocation.say(escape(message))
+    if not done.manifest:
+        invocation.say(
+            f"{done.generated:,} tokens generated in {seconds:.0f} s; rank 0 writes the rows"
+        )
+        return done
     if done.reused:
         invocation.say("reused: rows-regenerated (key matches)")
     else:
@@ -104,11 +136,12 @@ VERB = Verb(
         "WORK/rows-regenerated: train.parquet, heldout.parquet, answers.parquet, ledger.json, "
         "manifest.json, provenance.json"
     ),
-    sections=("work", "overwrite", "target", "regenerate", "engine"),
+    sections=("work", "overwrite", "target", "regenerate", "ray", "engine"),
     examples=(
         "draftsmith regenerate",
         "draftsmith regenerate regenerate.temperature=0.7 regenerate.max_new_tokens=1024",
         "draftsmith regenerate regenerate.drafter=ngram regenerate.max_rows=2000",
+        "draftsmith regenerate target=llama-3.1-8b ray.workers=16 ray.address=auto",
     ),
     kept="the answers of finished rows are kept, and the same command goes on from them",
 )

@@ -18,4 +18,5 @@ if __name__ == "__main__":
         os.dup2(file, stream.fileno())
         os.close(file)
     sys.argv = given["words"]
+    sys.modules.pop(sys.argv[0], None)  # runpy would warn that it is there
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

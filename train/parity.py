@@ -37,9 +37,9 @@ class Parity(NamedTuple):
 class _Recorder:
     """An lm_head that keeps what it is given."""
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, read: list[Tensor]) -> None:
         self.linear = linear
-        self.read: list[Tensor] = []
+        self.read = read
 
     def __call__(self, states: Tensor) -> Tensor:
         self.read.append(states)
@@ -100,15 +100,15 @@ def _engine(
     pool = KVPool(layers + head.num_layers, pages * _PAGE)
     drafter = HeadDrafter(head, draft_ids)
     drafter.attach(cast(Target, _Trunk(trunk, layers)), pool, layers)
-    recorder = _Recorder(drafter.lm_head)
-    drafter.lm_head = recorder
+    read: list[Tensor] = []
+    drafter.lm_heads = [_Recorder(one, read) for one in drafter.lm_heads]
     sequence = Sequence.create("parity", tokens.tolist(), SamplingParams(temperature=0.0))
     sequence.pages, sequence.page_size = list(range(pages)), _PAGE
     batch = Batch.build([(sequence, 0, tokens[:known].tolist())], trunk.device)
     drafter.observe(batch, {k: state[:known] for k, state in states.items()}, [int(tokens[-1])])
     sequence.num_computed = known
     [proposal] = drafter.propose([sequence], [steps])
-    return [read[0] for read in recorder.read], proposal.tokens
+    return [states[0] for states in read], proposal.tokens
 
 
 class _Trunk:

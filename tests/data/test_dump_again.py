@@ -41,6 +41,20 @@ def test_finished_cache_is_reused(
     assert contents(undisturbed) == before
 
 
+def test_shares_are_finished_by_a_later_call(
+    undisturbed: Path, toy_rows: Rows, toy_target: Target, tmp_path: Path
+) -> None:
+    """Ranks that finish nothing, the first of them too, wait for none; rank 0 then keeps its shards
+    and makes the cache of one process."""
+    shares = [replace(SMALL, rank=rank, world_size=2) for rank in range(2)]
+    for share in shares:
+        assert not dump(share, toy_rows, toy_target, tmp_path, finish=False).manifest
+    assert not (tmp_path / "manifest.json").exists()
+    done = dump(shares[0], toy_rows, toy_target, tmp_path)
+    assert done.resumed == done.shards > 1
+    assert contents(tmp_path) == contents(undisturbed)
+
+
 def test_finished_cache_of_other_settings_is_not_removed_unasked(
     toy_rows: Rows, toy_target: Target, tmp_path: Path
 ) -> None:

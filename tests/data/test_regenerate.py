@@ -30,6 +30,7 @@ from draftsmith.models.target import Target, TargetConfig, load_tokenizer
 
 ENGINE = EngineConfig(pool_tokens=2048, max_batch=4)
 Make = Callable[..., Regenerated]
+LATER = ("overwrite", "progress", "finish")
 GREEDY = RegenerateConfig(max_new_tokens=24)
 
 
@@ -75,10 +76,10 @@ def greedy(
 def make(
     target: Target, tokenizer: PreTrainedTokenizerBase, prepared: Path, tmp_path: Path
 ) -> Make:
-    """regenerate(out, source, engine, target, drafter, overwrite, progress, **settings)."""
+    """regenerate(out, source, engine, target, drafter, LATER…, **settings)."""
 
     def run(out: str = "out", source: Path | None = None, **given: Any) -> Regenerated:
-        rest = {name: given.pop(name) for name in ("overwrite", "progress") if name in given}
+        rest = {name: given.pop(name) for name in LATER if name in given}
         target_, engine = given.pop("target", target), given.pop("engine", ENGINE)
         drafter = given.pop("drafter", None)
         config = RegenerateConfig(**{"max_new_tokens": 24, "save_seconds": 0, **given})
@@ -443,30 +444,75 @@ while True:
         time.sleep(0.001)
     else:
         break
-print(kills)
+
+# Two ranks share the rows; the second is killed after its first part, and started again.
+shared = out + "-shared"
+children = {}
+
+
+def start(rank):
+    children[rank] = os.fork()
+    if children[rank] == 0:
+        share = RegenerateConfig(max_new_tokens=24, save_seconds=0, rank=rank, world_size=2)
+        regenerate(share, rows, target, engine, tokenizer, shared)
+        os._exit(0)
+
+
+start(0)
+start(1)
+while not os.path.exists(shared + "/answers-00001.parquet"):
+    time.sleep(0.001)
+os.kill(children[1], signal.SIGKILL)
+os.waitpid(children[1], 0)
+waiting = not os.path.exists(shared + "/manifest.json")
+start(1)
+for child in children.values():
+    assert os.waitpid(child, 0)[1] == 0
+print(kills, waiting)
 """
 
 
 def test_killed_runs_end_as_an_undisturbed_one(
     target: Target, prepared: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL again and again, a random while after some row is done: the files are equal byte for
-    byte, and nothing else is left."""
+    """SIGKILL again and again, a random while after some row is done, alone or as one of two ranks:
+    the files are equal byte for byte, and nothing else is left."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(target.folder), str(prepared), str(tmp_path / "killed")],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     whole = tmp_path / "killed-undisturbed"
-    assert int(done.stdout) >= 4
+    kills, waited = done.stdout.split()
+    assert int(kills) >= 4 and waited == "True"
     names = sorted(path.name for path in whole.iterdir())
-    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == names
-    for name in names:
-        assert (tmp_path / "killed" / name).read_bytes() == (whole / name).read_bytes(), name
+    for folder in (tmp_path / "killed", tmp_path / "killed-shared"):
+        assert sorted(path.name for path in folder.iterdir()) == names
+        for name in names:
+            assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_shares_are_finished_by_a_later_call(
+    greedy: Regenerated, make: Make, tmp_path: Path
+) -> None:
+    """Three ranks that finish nothing have every answer between them and none twice; one process
+    then writes the rows without generating a token. A rank's share is its own whatever is there."""
+    first = make("out", rank=2, world_size=3, finish=False)
+    again = make("out", rank=2, world_size=3, finish=False)
+    assert first.generated and not first.manifest and not again.generated
+    shares = [first, *(make("out", rank=rank, world_size=3, finish=False) for rank in (0, 1))]
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    done = make("out")
+    assert not done.generated and done.resumed == 16
+    assert sum(share.generated for share in shares) == greedy.generated
+    for name in ("train.parquet", "heldout.parquet", "answers.parquet"):
+        assert (done.folder / name).read_bytes() == (greedy.folder / name).read_bytes(), name
+    with pytest.raises(ValueError, match="rank=3 of world_size 3"):
+        RegenerateConfig(rank=3, world_size=3)
 
 
 def test_a_source_that_grew_or_was_shuffled_keeps_its_answers(
