@@ -42,7 +42,10 @@ def test_a_page_is_had_by_those_that_share_it_until_the_last_leaves():
             held = {page for pages in holders for page in pages}
             avoid = set(chance.sample(range(20), 5))
             pages = allocator.allocate(
-                count, after=chance.choice((None, 3, 19)), room=chance.randint(0, 9), avoid=avoid.copy
+                count,
+                after=chance.choice((None, 3, 19)),
+                room=chance.randint(0, 9),
+                avoid=avoid.copy,
             )
             assert (pages is None) == (count > 20 - len(held))
             if pages is not None:
