@@ -4,8 +4,9 @@ host bookkeeping, drafts.
 Every ratio is taken in one process, its two sides in turns. In bfloat16 (transformers also in
 float32, and the faster of the two counts).
 
-    passes    a decode or verify pass at some 300 tokens of context, against the target's linear
-              layers alone (lm_head among them) on as many rows: ours, and torch's `F.linear`
+    passes    a decode or verify pass at short contexts (64 to 127 tokens) and at longer ones (200
+              to 455), against the target's linear layers alone (lm_head among them) on as many
+              rows: ours, and torch's `F.linear`; and the bytes of keys and values that it reads
     decode    one greedy request of 64 tokens against `generate`; end tokens are ignored everywhere
     batch     16 requests of different lengths together, against `generate_batch`, against
               `generate` on the padded batch, and one after another on either side
@@ -13,7 +14,8 @@ float32, and the faster of the two counts).
     prefill   states of 8 rows of 512 tokens against transformers' forward, with logits and all
               states and without; and what share of the rate of a bfloat16 product of two matrices
               of 4,096 x 4,096 the linear layers' arithmetic comes to in that time
-    drafts    a head's chains against plain decoding, tokens per target call beside it
+    drafts    look-up, a head's chains and both together against plain decoding, at several lengths
+              and adaptive, tokens per target call beside it
 
     python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] [OUT.json]
 """
@@ -36,8 +38,10 @@ from ...data.prompts import load_prompts
 from ...inference.batch import Batch, PagedContext
 from ...inference.capture import capture
 from ...inference.config import EngineConfig, SamplingParams
+from ...inference.drafters import Drafter, NgramDrafter
 from ...inference.engine import Engine
 from ...inference.head_drafter import HeadDrafter
+from ...inference.hybrid import HybridDrafter, NgramConfig
 from ...kernels.packed_linear import PackedLinear
 from ...models.files import atomic_write_json
 from ...models.heads import load_head
@@ -49,6 +53,7 @@ REPEATS = 3
 FEW = 4  # requests that are measured one after another
 PARTS = ("passes", "decode", "batch", "host", "prefill", "drafts")
 SHAPES = ((1, 1), (1, 4), (16, 1), (16, 4), (64, 1))  # sequences x rows of each
+CONTEXTS = {"short": (64, 64), "long": (200, 256)}  # the least tokens, and how many more
 
 
 def take_turns(
@@ -81,11 +86,20 @@ class Bench:
         """transformers' own model."""
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
 
-    def engine(self, batch: int, drafter: HeadDrafter | None = None) -> Engine:
+    def engine(
+        self,
+        batch: int,
+        drafter: Drafter | None = None,
+        drafts: int = 0,
+        adaptive: bool = False,
+    ) -> Engine:
         """An engine for `batch` requests together, plain without a drafter."""
-        drafts = 3 if drafter else 0
         config = EngineConfig(
-            draft_tokens=drafts, max_batch=batch, max_step_tokens=512, pool_tokens=batch * 640
+            draft_tokens=drafts,
+            max_batch=batch,
+            max_step_tokens=512,
+            pool_tokens=batch * 640,
+            adaptive=adaptive,
         )
         return Engine(self.target, config, drafter)
 
@@ -100,51 +114,59 @@ class Bench:
             if isinstance(module, torch.nn.Linear)
         ]
         packed = [PackedLinear(weight) for weight in weights]
-        lengths = [200 + (37 * i) % 256 for i in range(64)]
-        prompts = [[5 + (i * 31 + j * 7) % 40_000 for j in range(n)] for i, n in enumerate(lengths)]
-        engine = self.engine(64)
-        running = [
-            engine.add(prompt, SamplingParams(max_new_tokens=150, ignore_eos=True))
-            for prompt in prompts
-        ]
-        while not all(sequence.decoding for sequence in running):
-            engine.step()
         found = []
-        for sequences, rows in SHAPES:
-            # The newest rows once more: their slots are theirs already.
-            parts = [
-                (one, one.num_computed + 1 - rows, one.tokens[-rows:])
-                for one in running[:sequences]
+        for kind, (least, more) in CONTEXTS.items():
+            engine = self.engine(64)
+            lengths = [least + (37 * i) % more for i in range(64)]
+            running = [
+                engine.add(
+                    [5 + (i * 31 + j * 7) % 40_000 for j in range(n)],
+                    SamplingParams(max_new_tokens=150, ignore_eos=True),
+                )
+                for i, n in enumerate(lengths)
             ]
-            xs = {wide: torch.randn(sequences * rows, wide).bfloat16() for wide in (size, inner)}
+            while not all(sequence.decoding for sequence in running):
+                engine.step()
+            for sequences, rows in SHAPES:
+                # The newest rows once more: their slots are theirs already.
+                parts = [
+                    (one, one.num_computed + 1 - rows, one.tokens[-rows:])
+                    for one in running[:sequences]
+                ]
+                width = {w: torch.randn(sequences * rows, w).bfloat16() for w in (size, inner)}
 
-            def whole(parts: Any = parts) -> None:
-                batch = Batch.build(parts, self.target.device)
-                context = PagedContext(engine.pool, batch)
-                raw = self.target.forward(batch.tokens, batch.positions, context)
-                self.target.logits(self.target.trunk.norm(raw[self.target.num_layers]))
+                def whole(parts: Any = parts, pool: Any = engine.pool) -> None:
+                    batch = Batch.build(parts, self.target.device)
+                    context = PagedContext(pool, batch)
+                    raw = self.target.forward(batch.tokens, batch.positions, context)
+                    self.target.logits(self.target.trunk.norm(raw[self.target.num_layers]))
 
-            def floor(xs: Any = xs) -> None:
-                for linear in packed:
-                    linear(xs[linear.in_features])
+                def floor(xs: Any = width) -> None:
+                    for linear in packed:
+                        linear(xs[linear.in_features])
 
-            def plain(xs: Any = xs) -> None:
-                for weight in weights:
-                    F.linear(xs[weight.shape[1]], weight)
+                def plain(xs: Any = width) -> None:
+                    for weight in weights:
+                        F.linear(xs[weight.shape[1]], weight)
 
-            forms = {"pass": whole, "own_linears": floor, "torch_linears": plain}
-            with torch.inference_mode():
-                best = take_turns(forms, 3 * REPEATS)
-            found.append(
-                {
-                    "sequences": sequences,
-                    "rows": rows,
-                    "context": sum(lengths[:sequences]) / sequences,
-                    "milliseconds": {name: 1e3 * seconds for name, seconds in best.items()},
-                    "ratio_to_own_linears": best["pass"] / best["own_linears"],
-                    "ratio_to_torch_linears": best["pass"] / best["torch_linears"],
-                }
-            )
+                forms = {"pass": whole, "own_linears": floor, "torch_linears": plain}
+                with torch.inference_mode():
+                    best = take_turns(forms, 3 * REPEATS)
+                pool = engine.pool.keys[0]
+                assert pool is not None
+                held = 4 * self.target.num_layers * pool.shape[0] * pool.shape[2]  # of a token
+                tokens = sum(len(one.tokens) for one in running[:sequences])
+                found.append(
+                    {
+                        "sequences": sequences,
+                        "rows": rows,
+                        "context": f"{kind}, {tokens / sequences:.0f} tokens",
+                        "megabytes_of_keys": held * tokens / 1e6,
+                        "milliseconds": {name: 1e3 * seconds for name, seconds in best.items()},
+                        "ratio_to_own_linears": best["pass"] / best["own_linears"],
+                        "ratio_to_torch_linears": best["pass"] / best["torch_linears"],
+                    }
+                )
         return found
 
     def decode(self) -> dict[str, Any]:
@@ -260,36 +282,56 @@ class Bench:
             "share_of_product": 2 * weights * ids.numel() / best["engine"] / rate,
         }
 
-    def drafts(self, folder: Path) -> dict[str, Any]:
-        """Chains of three against plain decoding, three requests in turn."""
-        loaded = load_head(folder, self.target.fingerprint)
-        prompts = self.prompts[:3]
-        counts: dict[str, Any] = {}
+    def drafts(self, folder: Path | None) -> list[dict[str, Any]]:
+        """Chains against plain decoding, four requests in turn; of a head, too, where there is
+        one."""
+        loaded = None if folder is None else load_head(folder, self.target.fingerprint)
+        prompts = self.prompts[:FEW]
+        makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+        if loaded is not None:
+            head, ids = loaded.head, loaded.draft_ids
+            makers[head.kind] = lambda: HeadDrafter(head, ids)
+            makers[f"ngram+{head.kind}"] = lambda: HybridDrafter(
+                NgramConfig(), HeadDrafter(head, ids)
+            )
+        ran: dict[str, Engine] = {}
+        forms: dict[str, Callable[[], Any]] = {"plain": lambda: self.run(1, prompts)}
+        for name, make in makers.items():
+            for drafts, adaptive in ((1, False), (2, False), (4, False), (6, True)):
 
-        def speculative() -> None:
-            drafter = HeadDrafter(loaded.head, loaded.draft_ids)
-            counts["metrics"] = self.run(1, prompts, drafter).metrics
+                def speculative(
+                    make: Any = make, drafts: int = drafts, adaptive: bool = adaptive
+                ) -> Engine:
+                    return self.run(1, prompts, make(), drafts, adaptive)
 
-        best = take_turns(
-            {"plain": lambda: self.run(1, prompts), "speculative": speculative}, REPEATS
-        )
-        metrics = counts["metrics"]
-        calls = metrics.target_calls
-        return {
-            "head": folder.name,
-            "tokens_per_second": {
-                name: len(prompts) * TOKENS / seconds for name, seconds in best.items()
-            },
-            "tokens_per_target_call": metrics.tokens_per_target_call,
-            "ms_per_call": {name: 1e3 * t / calls for name, t in metrics.seconds.items()},
-            "speedup": best["plain"] / best["speculative"],
-        }
+                words = f"{name}, {'up to ' if adaptive else ''}{drafts}"
+                forms[words] = lambda words=words, form=speculative: ran.update({words: form()})
+        best = take_turns(forms, REPEATS)
+        found: list[dict[str, Any]] = []
+        for name, engine in ran.items():
+            metrics = engine.metrics
+            spent = {part: 1e3 * t / metrics.target_calls for part, t in metrics.seconds.items()}
+            found.append(
+                {
+                    "drafts": name,
+                    "tokens_per_second": len(prompts) * TOKENS / best[name],
+                    "tokens_per_target_call": metrics.tokens_per_target_call,
+                    "ms_per_call": spent,
+                    "speedup": best["plain"] / best[name],
+                }
+            )
+        return found
 
     def run(
-        self, batch: int, prompts: list[list[int]], drafter: HeadDrafter | None = None
+        self,
+        batch: int,
+        prompts: list[list[int]],
+        drafter: Drafter | None = None,
+        drafts: int = 0,
+        adaptive: bool = False,
     ) -> Engine:
         """Answers of TOKENS tokens each."""
-        engine = self.engine(batch, drafter)
+        engine = self.engine(batch, drafter, drafts, adaptive)
         engine.run(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
         return engine
 
@@ -324,7 +366,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", help="JSON to write")
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
-    parser.add_argument("--head", type=Path, help="a head's folder, for `drafts`")
+    parser.add_argument("--head", type=Path, help="a head's folder, for `drafts` beside look-up")
     parser.add_argument("--target", default=str(Path("work") / "target" / "smollm2"))
     asked = parser.parse_args()
     parts = asked.parts.split(",")
@@ -334,11 +376,10 @@ def main() -> int:
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     for part in parts:
         if part == "drafts":
-            if asked.head is not None:
-                results[part] = bench.drafts(asked.head)
+            results[part] = bench.drafts(asked.head)
         else:
             results[part] = getattr(bench, part)()
-        show(part, results.get(part))
+        show(part, results[part])
     if asked.out:
         atomic_write_json(asked.out, results)
     return 0
@@ -348,7 +389,7 @@ def show(part: str, result: Any) -> None:
     """One part on the screen, a figure a line."""
     print(part)
     for row in result if isinstance(result, list) else [result]:
-        for name, value in (row or {"left out": "give --head FOLDER"}).items():
+        for name, value in row.items():
             if isinstance(value, dict):
                 value = ", ".join(f"{key} {number:.2f}" for key, number in value.items())
             print(

@@ -31,12 +31,12 @@ def weights(width: int, read: int, special: bool, window: int | None, norm: bool
         return (torch.randn(shape) * 0.1).bfloat16()
 
     total = (HEADS + 2 * KEY_HEADS) * width
-    heads = (Norm(some(width) + 1, 1e-6), Norm(some(width) + 1, 1e-5)) if special else (Norm(),) * 2
     return LayerWeights(
         Norm(some(SIZE) + 1, 1e-5) if norm else Norm(),
         PackedLinear(some(total, read)),
         some(total) if special else None,
-        *heads,
+        Norm(some(width) + 1, 1e-6) if special else Norm(),
+        Norm(some(width) + 1, 1e-5) if special else Norm(),
         PackedLinear(some(SIZE, HEADS * width)),
         Norm(some(SIZE) + 1, 1e-6),
         GatedLinear(some(INNER, SIZE), some(INNER, SIZE)),
@@ -46,7 +46,13 @@ def weights(width: int, read: int, special: bool, window: int | None, norm: bool
 
 
 def in_turn(
-    layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, pages: PagedLayers, index: int, read
+    layer: LayerWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedLayers,
+    index: int,
+    read: Tensor | None,
 ) -> Tensor:
     """The definition."""
 
