@@ -89,8 +89,10 @@ def test_direct_requirements_are_those_imported() -> None:
     interpreter imports is no part of this package."""
     modules = {"hydra": "hydra-core"}
     asked = {line.split("==")[0] for line in PYPROJECT["project"]["dependencies"]}
-    # Comes with CUDA builds of torch; and what is tried where it is installed.
-    optional = {"triton", "flashinfer", "liger_kernel"}
+    # Extras, triton among them, which also comes with CUDA builds of torch; and what is tried where
+    # it is installed.
+    extras = sum(PYPROJECT["project"]["optional-dependencies"].values(), [])
+    optional = {re.split(r"[\[=]", line)[0] for line in extras} | {"flashinfer", "liger_kernel"}
     for path in (path for path in FILES if path.name != "_peer_steps.py"):
         for line, level, name in _imports(path):
             top = name.split(".")[0]

@@ -15,7 +15,7 @@ from draftsmith.models.formats import EAGLE_LAYOUTS, layout
 from draftsmith.models.formats.source import layout_of
 from draftsmith.models.heads import HeadConfig, NormConfig
 from draftsmith.models.trunk import Trunk
-from draftsmith.scripts.export import largest_difference
+from draftsmith.scripts.proof import largest_difference
 
 from .eagle_toys import BY_NAME, IDS, NONE, head_for, random_head, target_config
 

@@ -18,7 +18,7 @@ from draftsmith.models.formats.eagle_layout import EagleLayout
 from draftsmith.models.formats.source import layout_of
 from draftsmith.models.heads import HeadConfig, LoadedHead
 from draftsmith.models.trunk import Trunk
-from draftsmith.scripts.export import largest_difference
+from draftsmith.scripts.proof import largest_difference
 
 from .eagle_toys import BY_NAME, IDS, NONE, TARGETS, head_for, random_head, target_config
 
