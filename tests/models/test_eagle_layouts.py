@@ -24,7 +24,7 @@ from draftsmith.models.formats.source import layout_of
 from draftsmith.models.heads import HeadConfig, LoadedHead, NormConfig
 from draftsmith.models.skeleton import text_config
 from draftsmith.models.trunk import Trunk
-from draftsmith.scripts.export import largest_difference
+from draftsmith.scripts.proof import largest_difference
 
 from .eagle_toys import IDS, NONE, TARGETS, random_head, target_config
 
