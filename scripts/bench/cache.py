@@ -24,13 +24,13 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
-import numpy as np
 import torch
 from safetensors.torch import load, load_file
 from torch import Tensor
@@ -44,7 +44,7 @@ from ...data.store import Store
 from ...models.files import atomic_write_json
 
 HIDDEN, BOUNDARY = 2048, 16
-SHARDS, SHARD_TOKENS = 4, 16384
+SHARDS, SHARD_TOKENS = 4, 8192
 SHORT, LONG = 64, 1024
 REPEATS = 3
 FEWER = {"safetensors": 12, "whole shard, remote": 12}  # rows: all would take them minutes
@@ -106,12 +106,13 @@ def write_others(cache: Cache, folder: Path) -> datasets.Dataset:
     made.save_to_disk(folder / "arrow")
     shutil.rmtree(folder / "made")
     found = datasets.Dataset.load_from_disk(str(folder / "arrow"))
-    return found.with_format("numpy")
+    return found.with_format("arrow")  # numpy's format would widen every integer to int64
 
 
 def forms_of(folder: Path) -> tuple[Cache, dict[str, Form]]:
     """The cache, and every way to read row i of it."""
     datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     write_cache(folder / "cache")
     cache = Cache.open(folder / "cache", verify=False)
     table = write_others(cache, folder)
@@ -130,9 +131,11 @@ def forms_of(folder: Path) -> tuple[Cache, dict[str, Form]]:
 
     def arrow(index: int) -> Row:
         read: Any = table[index]
-        codes = torch.from_numpy(read["states"].view(np.int16)).view(torch.bfloat16)
-        states = codes.view(-1, HIDDEN)
-        return torch.from_numpy(read["ids"]), torch.from_numpy(read["mask"]), states
+        ids, mask, codes = (
+            torch.from_numpy(read[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
+            for name in ("ids", "mask", "states")
+        )
+        return ids, mask, codes.view(torch.bfloat16).view(-1, HIDDEN)
 
     def sliced(named: dict[str, Tensor], index: int) -> Row:
         start = int(cache._start[index])
