@@ -50,6 +50,24 @@ def prompt_set(
     )
 
 
+def warn_beyond_training(loaded: LoadedHead, prompts: PromptSet, tokens: int) -> None:
+    """Tell of texts longer than any that the head was trained on: they stay the target's, but what
+    is accepted there says nothing of the head where it was trained.
+
+    Args:
+        tokens: that an answer may have.
+    """
+    trained = int(loaded.meta.get("trained_length") or 0)
+    longest = max(map(len, prompts.prompts)) + tokens
+    if 0 < trained < longest:
+        warnings.warn(
+            f"{prompts.name}: texts of up to {longest:,} tokens, and the head was trained on "
+            f"{trained:,} at most; see tokens per call by context, or train on longer rows "
+            "(data.rows.max_length)",
+            stacklevel=2,
+        )
+
+
 def drafter(
     name: str,
     loaded: LoadedHead | None,

@@ -49,6 +49,7 @@ from ..conf.compose import (
 )
 from ..conf.schema import Config
 from .cli import VERBS
+from .versions import other_versions
 
 REFUSED, INTERRUPTED = 2, 130
 _OVERWRITE = re.compile(r"[+]*([\w.]+\.)?overwrite=")
@@ -243,6 +244,12 @@ class Verb:
             if flags.cfg == "job":
                 print(OmegaConf.to_yaml(node), end="")
                 return 0
+        if others := other_versions():
+            warnings.warn(
+                f"{'; '.join(others)}: results may differ; `pip install -r requirements.txt` "
+                "brings what was tested",
+                stacklevel=1,
+            )
         codes: list[int] = []
         here = os.getpid()
 

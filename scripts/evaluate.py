@@ -39,6 +39,7 @@ from .acceptance import (
     prompt_set,
     require_kind,
     say_shares,
+    warn_beyond_training,
 )
 from .app import Invocation, Verb
 from .artifacts import Artifacts
@@ -127,6 +128,8 @@ def _pass(
     tokenizer = load_tokenizer(target.folder)
     for name in settings.prompts:
         prompts = prompt_set(name, settings.limit, config, tokenizer)
+        if loaded is not None:
+            warn_beyond_training(loaded, prompts, settings.max_new_tokens)
         for temperature in temperatures:
             params = SamplingParams(
                 max_new_tokens=settings.max_new_tokens,
