@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
@@ -37,11 +36,18 @@ def seconds(make: Make, forms: tuple[str, ...], length: int) -> dict[str, float]
 def _growth(make: Make, form: str, length: int) -> float:
     make(form, 64)()
     call = make(form, length)
-    # What is resident now; ru_maxrss (KiB on Linux) may already be above it.
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    resident = pages * resource.getpagesize() / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # the peak, which a fork inherits, is forgotten
+    before = _peak()
     call()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - resident
+    return _peak() - before
+
+
+def _peak() -> float:
+    """The largest resident set since it was last forgotten, MiB."""
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
+    )
+    return int(line.split()[1]) / 1024
 
 
 def peak_mib(make: Make, form: str, length: int) -> float:

@@ -22,7 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))
 
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.draft_lm import DraftLM, DraftLMDrafter

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS, away_from_its_start
 from drafting import GREEDY, ForcedHeadDrafter, Script, answers_of, worst_difference
+from small_heads import PROMPTS, away_from_its_start
 
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.engine import Engine

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import PROMPTS
 from drafting import GREEDY
+from small_heads import PROMPTS
 
 from draftsmith.inference.config import EngineConfig
 from draftsmith.inference.device_step import DeviceSteps

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS
 from drafting import Script
+from small_heads import PROMPTS
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.inference.config import EngineConfig, SamplingParams

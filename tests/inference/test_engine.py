@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, NO_NORMS, PROMPTS, away_from_its_start
 from drafting import Script, ScriptedDrafter
+from small_heads import HEAD_CONFIGS, NO_NORMS, PROMPTS, away_from_its_start
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.config import EngineConfig, SamplingParams

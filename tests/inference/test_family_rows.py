@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from drafting import GREEDY, Answers, answers_of, worst_difference
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 

@@ -4,8 +4,8 @@ drafted follows what was kept."""
 from __future__ import annotations
 
 import pytest
-from conftest import PROMPTS, away_from_its_start
 from drafting import GREEDY, Answers, Script, ScriptedDrafter, answers_of
+from small_heads import PROMPTS, away_from_its_start
 
 from draftsmith.inference.adaptive import AdaptiveLengths, FixedCosts, MeasuredCosts
 from draftsmith.inference.config import EngineConfig, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import away_from_its_start
+from small_heads import away_from_its_start
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from drafting import GREEDY, Script, answers_of
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from torch import Tensor
 
 from draftsmith.data.batches import PackedBatch

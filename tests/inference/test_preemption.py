@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS
 from drafting import Answers, ForcedHeadDrafter, Script, ScriptedDrafter, answers_of
+from small_heads import PROMPTS
 from test_prefix import engine_of, require_same_rows, watched
 
 from draftsmith.inference.config import SamplingParams

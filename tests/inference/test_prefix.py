@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, away_from_its_start
 from drafting import Answers, ForcedHeadDrafter, Script, answers_of
+from small_heads import HEAD_CONFIGS, away_from_its_start
 from torch import Tensor
 
 from draftsmith.inference.config import EngineConfig, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from drafting import Script, ScriptedDrafter
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from torch import Tensor
 
 from draftsmith.inference.batch import Batch

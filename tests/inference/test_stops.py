@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS
 from drafting import GREEDY, Answers, Script, ScriptedDrafter, answers_of
+from small_heads import PROMPTS
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference.config import EngineConfig, SamplingParams

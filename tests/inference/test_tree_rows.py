@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))

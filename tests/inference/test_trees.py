@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from drafting import Answers, answers_of
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
 from test_engine import TINY_HEADS, joint_law, tiny_target
 from torch import Tensor
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -97,7 +97,17 @@ def test_leaving_early_waits_for_no_reading(read: Callable[[int], PackedBatch]) 
     assert eventually(lambda: not left()) and begun in ([0], [0, 1])
 
 
-def test_a_stop_while_the_first_batch_is_read(read: Callable[[int], PackedBatch]) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts; in a shell's background job it would be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stop_while_the_first_batch_is_read(
+    read: Callable[[int], PackedBatch], interruptible: None
+) -> None:
     """The reading that was under way is the last one."""
     begun: list[int] = []
     gate = threading.Event()
