@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -61,6 +62,7 @@ class Bench:
 
     def __init__(self, work: Path, target: Path, out: Path) -> None:
         self.work, self.target, self.out = work, target, out
+        made()  # of the code that runs, whatever is checked out meanwhile
         self.config = folder_config(target)
         self.marks = fingerprint(target)
         self.trunk = Trunk.load(target, torch.bfloat16)
@@ -156,8 +158,10 @@ class Bench:
         return sets
 
 
+@functools.cache
 def made() -> dict[str, Any]:
-    """What a line says of its making: command, commit, threads, processor."""
+    """What a line says of its making: command, commit, threads, processor, when the process
+    began to ask."""
     record = provenance({})
     return {
         "command": record["command"],
