@@ -11,9 +11,10 @@ from ..conf.schema import Config
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .dump import caches
-from .evaluate import evaluate, reusable, show
+from .evaluate import evaluate, reusable
 from .export import export
 from .prepare import rows
+from .report_shown import show
 from .train import train
 
 
