@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,14 @@ def seconds(make: Make, forms: tuple[str, ...], length: int) -> dict[str, float]
     return {form: statistics.median(times) for form, times in spent.items()}
 
 
+def _tell(place: Connection, make: Make, form: str, length: int) -> None:
+    place.send(_growth(make, form, length))
+
+
 def _growth(make: Make, form: str, length: int) -> float:
     make(form, 64)()
     call = make(form, length)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak, which a fork inherits, is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = _peak()
     call()
     return _peak() - before
@@ -53,9 +58,16 @@ def _peak() -> float:
 def peak_mib(make: Make, form: str, length: int) -> float:
     """Growth of the resident set over the first call on a long row, MiB, in a process of its
     own."""
-    context = multiprocessing.get_context("fork")
-    with context.Pool(1) as pool:
-        return pool.apply(_growth, (make, form, length))
+    # Forked from a process without threads, in which no memory lies that was given back.
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(there, make, form, length))
+    process.start()
+    there.close()  # its end is the child's alone, so a child that fails ends the wait
+    try:
+        return here.recv()
+    finally:
+        process.join()
 
 
 def compare(title: str, make: Make, ours: str, dense: tuple[str, ...], out: list[str]) -> int:
@@ -65,7 +77,6 @@ def compare(title: str, make: Make, ours: str, dense: tuple[str, ...], out: list
         ours: the form under test. dense: those that it is held against, the fastest of which the
             ratio is of.
     """
-    # Memory first: a process that is forked starts without what the timing leaves behind.
     memory = {length: peak_mib(make, ours, length) for length in LENGTHS}
     other = {form: peak_mib(make, form, LENGTHS[1]) for form in dense}
     taken = seconds(make, (ours, *dense), LENGTHS[1])

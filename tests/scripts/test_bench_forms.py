@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.scripts.bench import _forms, attention, loss
 
@@ -22,18 +20,26 @@ def test_forms_agree():
                 assert float((a.float() - b.float()).norm() / b.float().norm()) < 0.03
 
 
-def _hold(form: str, tokens: int) -> Callable[[], Any]:
-    """`flat` holds 2 MiB whatever the length, `square` tokens x tokens bytes."""
+HELD = """
+import torch
+
+def hold(form, tokens):
     size = 2**21 if form == "flat" else tokens * tokens
     return lambda: torch.ones(size, dtype=torch.uint8).amax()
+"""
+"""A module that a fresh process can import: `flat` holds 2 MiB whatever the length, `square` tokens
+x tokens bytes."""
 
 
 def test_growth_and_ratio_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """A form that is quadratic shows it; the ratio is that of the medians."""
+    (tmp_path / "held_forms.py").write_text(HELD)
+    monkeypatch.syspath_prepend(tmp_path)
+    hold = importlib.import_module("held_forms").hold
     monkeypatch.setattr(_forms, "LENGTHS", (2048, 4096, 8192))
-    assert _forms.compare("held", _hold, "flat", ("square",), [str(tmp_path / "out.json")]) == 0
+    assert _forms.compare("held", hold, "flat", ("square",), [str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     flat, square = report["peak_mib"]["flat"], report["peak_mib"]["square"]
     assert max(flat.values()) < 8 < 14 < square["4096"]
