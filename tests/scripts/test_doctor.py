@@ -627,7 +627,8 @@ def test_a_run_with_a_damaged_checkpoint_or_of_another_cache(sound: Sound, tmp_p
     """The newest checkpoint is compared with its marker, the cache's key with the run's."""
     root = sound.copy(tmp_path, "train")
     run = root / "work" / "train"
-    named = [f"doctor.run={run}", f"doctor.cache={sound.root}/work/cache", "doctor.target=false"]
+    cache = sound.root / "work" / "cache"
+    named = [f"doctor.run={run}", f"doctor.cache={cache}", "doctor.target=false"]
     assert sound.faults(root, *named) == []
     weights = next(run.glob("checkpoints/step-*/weights.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-4] + b"0000")
