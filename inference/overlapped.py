@@ -60,7 +60,7 @@ class Overlapped(Synchronous):
             states, normed = self._compute(batch, self.config.micro_batches)
             logits = self.target.logits(normed)
         with self.metrics.timed("sample"):
-            kept, following, sound = _verdict(sequences, batch, chains, draws, logits)
+            kept, following, sound = _verdict(sequences, chains, draws, logits)
             told = torch.cat([kept[:, None], following[:, None], chains.tokens], 1)
             arrival = self._send(torch.cat([told, sound.expand(len(sequences), 1)], 1))
         again = drafter if count == 1 and isinstance(drafter, RerunDrafter) else None
@@ -139,7 +139,6 @@ class Overlapped(Synchronous):
 
 def _verdict(
     sequences: list[Sequence],
-    batch: Batch,
     chains: DeviceChains,
     draws: Draws,
     logits: Tensor,

@@ -203,8 +203,8 @@ class MeasuredCosts:
         )
 
     def verify(self, sequences: int, rows: int) -> float:
-        """On the line between the counts of rows that were measured; beyond them on the line
-        through the first and the last."""
+        """On the line between the counts of rows that were measured; above them on the line
+        through the first and the last, below them as the first."""
         points = self.passes[sequences]
         for (low, below), (high, above) in pairwise(points):
             if low <= rows <= high:

@@ -213,12 +213,13 @@ def _broken_down(runs: Sequence[Run]) -> list[str]:
         )
         for warmth in warmths
     }
+    by_temperature = breakdowns.by_temperature(runs)
     told = {
         "By context": ("tokens before the step", contexts, breakdowns.by_context(runs)),
         "By temperature": (
             "temperature",
-            {"all prompts": breakdowns.by_temperature(runs)},
-            breakdowns.by_temperature(runs),
+            {"all prompts": by_temperature},
+            by_temperature,
         ),
     }
     blocks = []

@@ -105,13 +105,18 @@ class _Judge:
 
     def _greedy(self, indices: list[int]) -> None:
         """One pass over all rows, which also finds those that are not finite."""
-        best, choices, second = top_two(self.logits)
+        plain = [index for index in indices if not self.drafts[index]]
+        # Who drafts asks for no lead; on a GPU the next best takes another read of all logits.
+        if plain or self.logits.device.type == "cpu":
+            best, choices, second = top_two(self.logits)
+        else:
+            best, choices = self.logits.max(-1)
+            second = best
         # One transfer to the host says both.
         decided = torch.where(torch.isfinite(best), choices, -1).tolist()
         if min(decided) < 0:
             check_finite(self.logits, self._place())
         self._match(indices, decided)
-        plain = [index for index in indices if not self.drafts[index]]
         if plain:
             leads = torch.stack([best, best - second], 1).tolist()
             for index in plain:

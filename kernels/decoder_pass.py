@@ -109,7 +109,11 @@ class DecoderPass:
     def supports(layers: Iterable[LayerWeights]) -> bool:
         """Whether these layers can be run so on this machine."""
         return all(
-            layer.qkv.tiled and layer.o.tiled and layer.down.tiled and layer.gated.both is not None
+            layer.qkv.tiled
+            and layer.o.tiled
+            and layer.down.tiled
+            and layer.gated.both is not None
+            and all(one.dtype == torch.bfloat16 and one.is_contiguous() for one in _vectors(layer))
             for layer in layers
         ) and (_NATIVE.library is not None and bool(_NATIVE.library.usable()))
 
@@ -137,6 +141,10 @@ class DecoderPass:
         assert x.dtype == cos.dtype == sin.dtype == torch.bfloat16 and rows.tree is None
         assert cos.stride(1) == sin.stride(1) == 1 and rows.most_rows <= few_rows.MOST
         keys, values, width = pages.keys[0], pages.values[0], weights.qkv.out_features
+        assert keys.dtype == torch.bfloat16 and pages.slots.dtype == torch.int64
+        assert pages.slots.is_contiguous()
+        assert all(one.stride() == keys.stride() for one in pages.keys)
+        assert all(one.stride() == values.stride() for one in pages.values)
         heads = width // self.head_dim - 2 * keys.shape[0]
         last = len(self.layers) - 1
         results = {index: torch.empty_like(x) for index in {*kept, last}}
@@ -165,10 +173,17 @@ class DecoderPass:
             cos.stride(0),
             sin.stride(0),
         )
-        library = _NATIVE.library
-        assert library is not None
-        library.decoder_pass(ctypes.addressof(asked), self._table, places, len(self.layers))
+        _NATIVE.functions.decoder_pass(
+            ctypes.addressof(asked), self._table, places, len(self.layers)
+        )
         return results
+
+
+def _vectors(layer: LayerWeights) -> list[Tensor]:
+    """The layer's weights that are no matrices."""
+    norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+    found = (layer.bias, *(norm.weight for norm in norms))
+    return [one for one in found if one is not None]
 
 
 def _described(layer: LayerWeights) -> _Layer:

@@ -68,9 +68,7 @@ def few_rows_attention(
     out = q.new_empty(num_rows, heads, values.shape[2])
     strides = q.stride(0), q.stride(1)
     shape = shape_of(rows, heads, keys, values, strides, scaling, window, softcap)
-    library = _NATIVE.library
-    assert library is not None
-    library.attend(
+    _NATIVE.functions.attend(
         TYPES[q.dtype],
         q.data_ptr(),
         keys.data_ptr(),

@@ -143,9 +143,7 @@ def _tiles(weight: Tensor, second: Tensor | None) -> Tensor:
     second = None if second is None else second.contiguous()
     pairs = -(-out // (_COLUMNS if second is not None else 2 * _COLUMNS))
     packed = weight.new_empty(pairs * (size // _DEPTH), 2, _DEPTH // 2, _COLUMNS, 2)
-    library = _NATIVE.library
-    assert library is not None
-    library.pack(
+    _NATIVE.functions.pack(
         weight.data_ptr(),
         None if second is None else second.data_ptr(),
         packed.data_ptr(),
@@ -168,9 +166,8 @@ def _product(
     if other is not None and other.stride(1) != 1:
         other = other.contiguous()
     y = x.new_empty(x.shape[0], out, dtype=dtype)
-    library = _NATIVE.library
-    assert library is not None and (other is not None) == (then in ("mul", "add"))
-    library.linear(
+    assert (other is not None) == (then in ("mul", "add"))
+    _NATIVE.functions.linear(
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),

@@ -110,9 +110,7 @@ def _backward_native(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tup
     dx = torch.empty(x.shape, dtype=x.dtype)
     parts = torch.empty(count, size, dtype=torch.promote_types(x.dtype, torch.float32))
     pointers = [one.data_ptr() for one in (x, weight, grad, dx, parts)]
-    library = _NATIVE.library
-    assert library is not None
-    library.rms_norm_backward(TYPES[x.dtype], *pointers, rows, size, eps, count)
+    _NATIVE.functions.rms_norm_backward(TYPES[x.dtype], *pointers, rows, size, eps, count)
     return dx, parts.sum(0).to(weight.dtype)
 
 
@@ -120,9 +118,7 @@ def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    library = _NATIVE.library
-    assert library is not None
-    library.rms_norm(
+    _NATIVE.functions.rms_norm(
         TYPES[x.dtype],
         x.data_ptr(),
         x.stride(0),

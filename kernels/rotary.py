@@ -42,9 +42,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1
     assert cos.dtype == sin.dtype == x.dtype and x.shape[2] % 2 == 0
     n, heads, size = x.shape
-    library = _NATIVE.library
-    assert library is not None
-    library.rotate(
+    _NATIVE.functions.rotate(
         TYPES[x.dtype],
         x.data_ptr(),
         x.stride(0),

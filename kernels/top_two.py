@@ -37,8 +37,6 @@ def top_two(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(1) == 1 else x.contiguous()
     best, following = x.new_empty(2, x.shape[0])
     place = torch.empty(x.shape[0], dtype=torch.int64)
-    library = _NATIVE.library
-    assert library is not None
     pointers = [one.data_ptr() for one in (best, place, following)]
-    library.top_two(TYPES[x.dtype], x.data_ptr(), x.stride(0), *pointers, *x.shape)
+    _NATIVE.functions.top_two(TYPES[x.dtype], x.data_ptr(), x.stride(0), *pointers, *x.shape)
     return best, place, following

@@ -68,7 +68,7 @@ class LeanLayer:
         # Of a layer that ranks hold between them (`shard`), these two give a part of their sum.
         self.o = _summed(attention.o_proj, self.o)
         self.down = _summed(mlp.down_proj, self.down)
-        # Where it does not, the sum goes with the norm that reads it.
+        # Whether o's product adds the residual itself; else the norm that reads the sum does.
         self.sum_rides = isinstance(self.o, _Summed) or self.o.packed or self.o.tiled
 
     @cached_property
@@ -94,7 +94,7 @@ class LeanLayer:
         """x [N, H], cos and sin [N, D] (sin with the first half negated) -> [N, H]."""
         if (done := _in_one_call([self], self.fused, x, cos, sin, context)) is not None:
             return done[0]
-        return self._step_by_step(self.input_norm(x), x, cos, sin, context)
+        return self.step_by_step(self.input_norm(x), x, cos, sin, context)
 
     def after(
         self, read: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
@@ -103,11 +103,12 @@ class LeanLayer:
         projections are), x [N, H] is the residual -> [N, H]."""
         if (done := _in_one_call([self], self.fused, x, cos, sin, context, read=read)) is not None:
             return done[0]
-        return self._step_by_step(read, x, cos, sin, context)
+        return self.step_by_step(read, x, cos, sin, context)
 
-    def _step_by_step(
+    def step_by_step(
         self, read: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
+        """`after`, a call for each op."""
         product = self.qkv(read)
         if self.bias is not None:
             product += self.bias
@@ -197,7 +198,8 @@ class LeanStack:
         for layer in self.layers:
             if layer.index in boundaries:
                 caught[layer.index] = x
-            x = layer(x, cos, sin, context)
+            # What all layers could not do in one call, one of them cannot, either.
+            x = layer.step_by_step(layer.input_norm(x), x, cos, sin, context)
         caught[last] = x
         return caught
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..kernels.jit import Launch, recorded
 from ..kernels.launches import LAUNCH, tuned
-from ..models.files import atomic_write_bytes
+from ..models.files import atomic_write_text
 from .op_arguments import Size
 from .op_cases import CASES
 
@@ -154,7 +154,7 @@ def compile_launch(launch: Launch, size: str, capability: int) -> Report:
         _products(compiled.asm["ptx"]),
     )
     place.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_bytes(place, json.dumps(asdict(report)).encode())
+    atomic_write_text(place, json.dumps(asdict(report)))
     return report
 
 
@@ -262,6 +262,11 @@ def renewed(page: str, mark: str, text: str) -> str:
     return f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
 
 
+def renew(page: Path, mark: str, text: str) -> None:
+    """Write a page with this text between its marks, see `renewed`."""
+    atomic_write_text(page, renewed(page.read_text(), mark, text))
+
+
 def main(arguments: list[str]) -> int:
     """Print the table, renew the page that is named; 1 when a kernel is at fault."""
     wanted = wanted_launches()
@@ -272,8 +277,7 @@ def main(arguments: list[str]) -> int:
     text = table(found)
     print(text)
     if arguments:
-        page = Path(arguments[0])
-        atomic_write_bytes(page, renewed(page.read_text(), "aot", text).encode())
+        renew(Path(arguments[0]), "aot", text)
     faults = [(report, fault) for report in found for fault in report.faults]
     for report, fault in faults:
         place = f"{report.name} ({report.size}, sm_{report.capability})"

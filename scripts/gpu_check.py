@@ -35,11 +35,11 @@ from ..inference.engine import Engine
 from ..inference.head_drafter import HeadDrafter
 from ..inference.overlapped import Overlapped
 from ..kernels.jit import VARIABLE, installed
-from ..models.files import atomic_write_bytes, atomic_write_json
+from ..models.files import atomic_write_json
 from ..models.heads import Head, HeadConfig, build_head
 from ..models.target import Target, TargetConfig
 from . import roofline
-from .aot import renewed
+from .aot import renew
 from .gpu_rivals import rivals
 from .op_arguments import Size
 from .op_calls import Case, Outputs
@@ -322,8 +322,7 @@ def _engine_checks(target: Target, head: Head, means: Means) -> dict[str, str]:
 
 def write_page(page: Path, report: dict[str, Any]) -> None:
     """Fill the column of measured times."""
-    text = renewed(page.read_text(), roofline.MARKS, roofline.table(report))
-    atomic_write_bytes(page, text.encode())
+    renew(page, roofline.MARKS, roofline.table(report))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _sdpa(
 ) -> Callable[[], Tensor]:
     """One call over the batch, with a mask where there are several rows or ragged lengths."""
     if window is not None or softcap is not None:
-        raise NotImplementedError("no window and no soft cap here")
+        raise RuntimeError("it knows no window and no soft cap")
     batch, count = rows.lengths.shape[0], rows.most_rows
     k, v = _gathered(keys, rows), _gathered(values, rows)
     asked = q.transpose(0, 1).unflatten(0, (batch, count)).transpose(1, 2)  # [B, Hq, R, D]

@@ -73,7 +73,7 @@ class Maker:
         return self.numbers[name]
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Random values, with room for a gradient where they are states."""
+        """Random values."""
         return torch.randn(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def place(self, tensor: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class Case:
     Attributes:
         workload: with {names} of the numbers. check: numbers to be held against the definition
             with, where the workload's own would take too long or too much memory for that.
-        make: the arguments. op: the public function on them. plain: the definition on equal ones,
-            in float64 where states are floating. Both give tuples and may write their arguments.
+        make: the arguments. run: the public function on them. plain: the definition on equal ones
+            (states in float64, see `wide`). Both give tuples and may write their arguments.
         matrix: whether the operations are matrix products. sizes: the models it is for; extra: and
             those it is compiled for beside them.
     """

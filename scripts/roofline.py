@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..models.files import atomic_write_bytes, read_json
-from .aot import renewed
+from ..models.files import read_json
+from .aot import renew
 from .op_arguments import Size
 from .op_calls import Case
 from .op_cases import CASES
@@ -90,8 +90,7 @@ def main(arguments: list[str]) -> int:
     measured = read_json(named[".json"]) if ".json" in named else None
     text = table(measured)
     if ".md" in named:
-        page = named[".md"]
-        atomic_write_bytes(page, renewed(page.read_text(), MARKS, text).encode())
+        renew(named[".md"], MARKS, text)
     else:
         print(text)
     return 0

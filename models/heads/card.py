@@ -20,7 +20,7 @@ def model_card(meta: dict[str, Any], config: dict[str, Any]) -> str:
     shape = {
         name: value
         for name, value in meta["head"].items()
-        if name not in ("kind", "init") and value not in (False, (), "none")
+        if name not in ("kind", "init") and value is not False and value not in ((), "none")
     }
     target_lines = {
         "name": source or "see provenance.json",

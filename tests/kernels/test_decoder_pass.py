@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -134,3 +135,13 @@ def test_float32_is_left_alone():
     layer = weights(64, SIZE, False, None, True)
     gated = GatedLinear(torch.randn(INNER, SIZE), torch.randn(INNER, SIZE))
     assert not DecoderPass.supports([LayerWeights(**{**vars(layer), "gated": gated})])
+
+
+@pytest.mark.parametrize("what", ["norm", "bias"])
+def test_vectors_that_are_not_read_as_bfloat16_go_another_way(what: str) -> None:
+    """The call reads memory, so a float32 norm or bias must not get there."""
+    layer = weights(16, SIZE, True, None, True)
+    assert DecoderPass.supports([layer]) and layer.bias is not None
+    wide = Norm(torch.ones(SIZE), 1e-6)
+    changed = {"norm": {"mlp_norm": wide}, "bias": {"bias": layer.bias.float()}}[what]
+    assert not DecoderPass.supports([layer, dataclasses.replace(layer, **changed)])
