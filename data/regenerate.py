@@ -371,13 +371,14 @@ def _answer(
 def _wait(work: Work, store: AnswerStore) -> None:
     """Until the answers of all ranks are there; tells how many rows lack theirs every 30
     seconds."""
-    told = time.monotonic()
-    while missing := len(work.missing(store)[0]):
+    told, left = time.monotonic(), list(work.missing(store)[0])
+    while left:
         if time.monotonic() - told >= _TELL_EVERY:
             told = time.monotonic()
-            _log.warning("%s: waiting for %d rows of other ranks", store.folder, missing)
+            _log.warning("%s: waiting for %d rows of other ranks", store.folder, len(left))
         time.sleep(_POLL)
         store.refresh()
+        left = [key for key in left if key not in store]
 
 
 def _seed(seed: int, key: str, turn: int) -> int:

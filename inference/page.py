@@ -70,9 +70,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide" tabindex="0"><table>{rows_of}</table></div>'
 
 
-def folded(title: str, block: str) -> str:
-    """A block behind its title, opened by a touch."""
-    return f"<details><summary>{html.escape(title)}</summary>{block}</details>"
+def folded(title: str, block: str, opened: bool = False) -> str:
+    """A block behind its title, opened by a touch, or open at first."""
+    tag = "details open" if opened else "details"
+    return f"<{tag}><summary>{html.escape(title)}</summary>{block}</details>"
 
 
 def panels(figures: Sequence[tuple[str, Figure]]) -> str:

@@ -18,7 +18,17 @@ from matplotlib.figure import Figure
 from ..models.files import atomic_write_bytes, atomic_write_json, atomic_write_text
 from . import breakdowns, page, plots
 from .curves import draw, training_curves
-from .tables import cell, comparable, counts, differences, main_runs, setting, table, verdicts
+from .tables import (
+    BASELINES,
+    cell,
+    comparable,
+    counts,
+    differences,
+    main_runs,
+    setting,
+    table,
+    verdicts,
+)
 
 Run = dict[str, Any]
 
@@ -248,21 +258,20 @@ def _drafted(runs: Sequence[Run]) -> list[str]:
         "behind a wholly accepted draft has a dotted line; plain text was not drafted.</p>",
     ]
     named = {id(run): label for run, label in zip(runs, plots.labels(runs), strict=True)}
+    first = _first_head(shown)
     for place, (run, text) in enumerate(shown):
         title = f"{named[id(run)]}, {text['prompts']}, {text['id']}"
         prompt = f'<p class="note drafted">{html.escape(text["prompt"])}</p>'
         answer = "".join(_round(one) for one in text["rounds"])
         block = f'{prompt}<p class="drafted">{answer}</p>'
-        folded = page.folded(title, block)
-        first = place == _first_head(shown)
-        blocks.append(folded.replace("<details>", "<details open>") if first else folded)
+        blocks.append(page.folded(title, block, opened=place == first))
     return blocks
 
 
 def _first_head(shown: Sequence[tuple[Run, Any]]) -> int:
     """Which text is open at first: that of the trained drafter with the most tokens per call."""
     ranked = [
-        (run["drafter"] != "ngram", run["tokens_per_target_call"], -run["draft_tokens"])
+        (run["drafter"] not in BASELINES, run["tokens_per_target_call"], -run["draft_tokens"])
         for run, _ in shown
     ]
     return ranked.index(max(ranked))

@@ -63,6 +63,10 @@ def comparable(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
+BASELINES = ("none", "ngram", "untrained", "draft-lm", "ngram+head", "ngram+draft-lm")
+"""Drafters that are not the trained head alone; it goes by its kind."""
+
+
 def main_runs(runs: Sequence[Run]) -> list[Run]:
     """Those in the dtype and batch that a report leads with; a proof in another dtype, which its
     tables hold, is left out."""

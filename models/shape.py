@@ -77,13 +77,14 @@ class TargetShape:
         embedding = int(config.vocab_size) * int(config.hidden_size)
         active = everything - (1 if tied else 2) * embedding - experts
         if experts:
-            number = next(
-                getattr(config, name)
-                for name in ("n_routed_experts", "num_local_experts", "num_experts")
-                if getattr(config, name, None)
-            )
-            active += experts * int(config.num_experts_per_tok) // int(number)
+            active += experts * int(config.num_experts_per_tok) // routed_experts(config)
         return cls(config, where, everything, embedding, tied, active)
+
+
+def routed_experts(config: Any) -> int:
+    """How many experts a layer chooses from, by whatever name the family has for it."""
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return int(next(getattr(config, name) for name in names if getattr(config, name, None)))
 
 
 def read_config(config: TargetConfig) -> tuple[Any, str]:

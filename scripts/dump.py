@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from functools import partial
@@ -18,7 +17,7 @@ from ..models.target import Target
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
-from .shares import launched, over_ray, take_gpu
+from .shares import over_ray, take_gpu, this_share
 from .source import head_shape
 
 
@@ -56,12 +55,7 @@ def caches(config: Config, invocation: Invocation, finish: bool = True) -> list[
     settings = config.data.dump
     settings = dataclasses.replace(settings, overwrite=settings.overwrite or config.overwrite)
     if settings.rank is None:
-        settings = dataclasses.replace(settings, **launched(os.environ))
-        if config.target.spread and (settings.world_size or 1) > 1:
-            raise ValueError(
-                f"target.spread=true on {settings.world_size} ranks: one process lays the layers "
-                "over all devices; start `draftsmith dump` without a launcher"
-            )
+        settings = dataclasses.replace(settings, **this_share(config))
     take_gpu(config)
     rows = {split: Rows.open(artifacts.learned, split) for split in SPLITS}
     target = Target.load(config.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..inference.payoff import (
 )
 from ..inference.tables import main_runs
 from ..models.files import read_json
-from ..models.shape import TargetShape
+from ..models.shape import TargetShape, routed_experts
 from ..models.target import torch_dtype
 from ..train.forecast import CARDS, draft_columns
 from ..train.trace import Step
@@ -112,7 +113,7 @@ def drafting(
         )
     here = plan.device == "auto" and _same_kind(found, device)
     wanted = plan.costs == "measured" or (plan.costs == "auto" and here)
-    payoffs, told = [], ""
+    payoffs, told = [], list[str]()
     for one in known:
         longest = plan.longest or one.measured
         measured = MeasuredCosts.of(
@@ -121,18 +122,23 @@ def drafting(
         costs: Costs
         if wanted and measured.batches:
             costs, batches = measured, measured.batches
-            told = f"the report's own steps ({runs[0]['dtype']}), medians"
+            told.append(f"the report's own steps ({runs[0]['dtype']}), medians")
         elif plan.costs == "measured":
             raise ValueError(
                 f"{report}: it holds no times of steps, plain and with drafts; evaluate again, or "
                 "plan.costs=model"
             )
+        elif one.drafter == "draft-lm":  # the model below is that of the head
+            continue
         else:
-            costs, told = _modelled(config, shape, head, key_width, device, flops)
+            costs, assumed = _modelled(config, shape, head, key_width, device, flops)
+            told.append(assumed)
             batches = plan.batches
         payoffs.append(payoff(one, costs, batches, longest))
+    if not payoffs:
+        return None
     target = str(found.get("target", {}).get("source", "not named"))
-    return Drafting(report, target, payoffs, told, checks(runs))
+    return Drafting(report, target, payoffs, "; ".join(dict.fromkeys(told)), checks(runs))
 
 
 def _same_kind(report: dict[str, Any], device: str) -> bool:
@@ -186,14 +192,12 @@ def _read(shape: TargetShape) -> tuple[float, float, float]:
     idle = layers - shape.active
     if not idle:
         return layers + shape.embedding, 0.0, 1.0
-    config = shape.config
-    names = ("n_routed_experts", "num_local_experts", "num_experts")
-    number = next(getattr(config, name) for name in names if getattr(config, name, None))
-    share = int(config.num_experts_per_tok) / int(number)
+    share = int(shape.config.num_experts_per_tok) / routed_experts(shape.config)
     experts = idle / (1 - share)
     return layers - experts + shape.embedding, experts, share
 
 
+@functools.cache  # all tables of a plan rest on one figure
 def _cpu_bandwidth(itemsize: int) -> float:
     """Bytes a second at which one row meets a matrix too large for the caches; the best of
     five."""

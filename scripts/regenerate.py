@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 import warnings
+from functools import partial
 
 from rich.markup import escape
 from rich.table import Table
@@ -21,13 +21,13 @@ from .acceptance import drafter
 from .app import Invocation, Verb
 from .artifacts import Artifacts
 from .progress import progress
-from .shares import launched, over_ray, take_gpu
+from .shares import over_ray, take_gpu, this_share
 
 
 def run(config: Config, invocation: Invocation) -> None:
     """Write rows of the target's own answers, or find them there."""
     if config.ray.workers:
-        over_ray(config, invocation, _share, _finish)
+        over_ray(config, invocation, partial(_share, finish=False), _share)
         folder = Artifacts.of(config).regenerated
     else:
         folder = answers(config, invocation).folder
@@ -35,15 +35,12 @@ def run(config: Config, invocation: Invocation) -> None:
     invocation.next("dump", "data.answers=regenerated")
 
 
-def _share(config: Config, invocation: Invocation, number: int, count: int) -> None:
-    """A rank's answers, on a worker."""
+def _share(
+    config: Config, invocation: Invocation, number: int, count: int, finish: bool = True
+) -> None:
+    """A rank's answers, and of rank 0 the rows of all, on a worker."""
     settings = dataclasses.replace(config.regenerate, rank=number, world_size=count)
-    answers(dataclasses.replace(config, regenerate=settings), invocation, finish=False)
-
-
-def _finish(config: Config, invocation: Invocation, number: int, count: int) -> None:
-    """The rows of all answers, on a worker."""
-    answers(config, invocation)
+    answers(dataclasses.replace(config, regenerate=settings), invocation, finish)
 
 
 def answers(config: Config, invocation: Invocation, finish: bool = True) -> Regenerated:
@@ -55,7 +52,7 @@ def answers(config: Config, invocation: Invocation, finish: bool = True) -> Rege
     artifacts = Artifacts.of(config)
     settings = config.regenerate
     if settings.rank is None:
-        settings = dataclasses.replace(settings, **launched(os.environ))
+        settings = dataclasses.replace(settings, **this_share(config))
     take_gpu(config)
     target = Target.load(config.target)
     start = time.perf_counter()

@@ -54,7 +54,8 @@ def accept(bench: Bench, asked: Answers, trees: bool = False) -> None:
                 config = EngineConfig(draft_tokens=depth, max_batch=asked.batch, tree=tree)
                 result = measure(target, drafter, prompts, config, params)
                 append(path, {"head": name, **_counts(result), **made()})
-                print(name, prompts.name, temperature, f"{_calls(result):.3f}", flush=True)
+                calls = result.metrics.tokens_per_target_call
+                print(name, prompts.name, temperature, f"{calls:.3f}", flush=True)
 
 
 def lengths(bench: Bench, asked: Answers) -> None:
@@ -101,10 +102,6 @@ def _drafter(bench: Bench, name: str) -> tuple[Drafter, int, TreeConfig]:
         return HeadDrafter(loaded.head, loaded.draft_ids), 3, TreeConfig()
     depth, tree = TREES[shape]
     return TreeHeadDrafter(loaded.head, loaded.draft_ids, tree), depth, tree
-
-
-def _calls(result: RunResult) -> float:
-    return result.metrics.tokens_per_target_call
 
 
 def _counts(result: RunResult) -> dict[str, Any]:

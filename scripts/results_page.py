@@ -72,17 +72,20 @@ def lengths(records: Sequence[dict[str, Any]]) -> list[str]:
     tables = []
     for name in dict.fromkeys(record["head"] for record in records):
         chosen = {(r["batch"], r["draft_tokens"]): r for r in records if r["head"] == name}
+        # Of a run that was stopped, batches without plain decoding have nothing to be held against.
+        plain = {batch for batch, count in chosen if not count}
+        chosen = {key: r for key, r in chosen.items() if key[0] in plain}
         speed = {key: r["tokens"] / r["seconds"] for key, r in chosen.items()}
         counts = sorted({count for _, count in speed if count})
         rows = []
         for batch in sorted({batch for batch, _ in speed}):
             gains = {n: speed[batch, n] / speed[batch, 0] for n in counts if (batch, n) in speed}
-            best = max(gains.values())
-            cells = [
-                f"**{gains[n]:.2f}×**" if gains[n] == best else f"{gains[n]:.2f}×" for n in gains
-            ]
+            best = max(gains.values(), default=0.0)
+            told = {n: f"**{g:.2f}×**" if g == best else f"{g:.2f}×" for n, g in gains.items()}
+            cells = [told.get(n, "–") for n in counts]
             rows.append([str(batch), f"{speed[batch, 0]:.1f}", *cells])
-        called = [f"K={n} ({chosen[1, n]['tokens_per_target_call']:.2f} a call)" for n in counts]
+        calls = {n: r["tokens_per_target_call"] for (_, n), r in reversed(chosen.items())}
+        called = [f"K={n} ({calls[n]:.2f} a call)" for n in counts]
         table = markdown_table(["requests together", "plain, tokens/s", *called], rows)
         tables.append(f"## Draft length and batch size, {name}\n\n{table}\n")
     return tables

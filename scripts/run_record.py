@@ -13,6 +13,7 @@ import numpy as np
 
 from ..data.store import expanded
 from ..inference import bootstrap
+from ..inference.tables import BASELINES
 from ..models.files import read_json
 from ..train.metrics import read_metrics
 
@@ -20,7 +21,6 @@ Measurement = dict[str, Any]
 _ASIDE = ("work", "inputs", "overwrite", "tracker", "compare", "generate", "export", "import_head")
 """Settings that name places or other commands, and make no run another."""
 _REPORT = "report.json"
-_BASELINES = ("none", "ngram", "untrained", "draft-lm", "ngram+head", "ngram+draft-lm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +236,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    role = entry["drafter"] if entry["drafter"] in _BASELINES else "head"
+    role = entry["drafter"] if entry["drafter"] in BASELINES else "head"
     return (role, *(entry.get(name) for name in _SETTING[1:]))
 
 

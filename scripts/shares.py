@@ -29,6 +29,21 @@ def launched(environment: Mapping[str, str]) -> dict[str, int]:
     return {"rank": 0, "world_size": 1}
 
 
+def this_share(config: Config) -> dict[str, int]:
+    """`launched` for this process.
+
+    Raises:
+        ValueError: several ranks would each lay their target over all devices.
+    """
+    share = launched(os.environ)
+    if config.target.spread and share["world_size"] > 1:
+        raise ValueError(
+            f"target.spread=true on {share['world_size']} ranks: one process lays the layers over "
+            "all devices; start the command without a launcher"
+        )
+    return share
+
+
 def local_rank(environment: Mapping[str, str]) -> int:
     """Which GPU of this machine."""
     return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))

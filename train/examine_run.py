@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from ..data.findings import Finding
+from ..inference.tables import BASELINES
 from ..models.files import read_json
 from .checkpoint import Checkpoints, damage
 from .metrics import read_metrics
@@ -28,7 +29,6 @@ _LINES = 6  # training lines from which a course can be told
 _LOWER = 0.98  # of the loss at the beginning
 _LEFT = 1.3  # times the lowest loss
 _AGREES, _ACCEPTS = 0.1, 0.02
-_BASELINES = ("none", "ngram", "untrained", "ngram+head", "ngram+draft-lm")
 
 
 def examine_run(folder: Path, cache_key: str | None = None) -> list[Finding]:
@@ -66,7 +66,7 @@ def examine_report(report: dict[str, Any], agreement: float | None) -> list[Find
     Args:
         agreement: teacher-forced, of step 0, where the run measured it.
     """
-    runs = [run for run in report["runs"] if run["drafter"] not in _BASELINES]
+    runs = [run for run in report["runs"] if run["drafter"] not in BASELINES]
     if not runs:
         return [Finding("drafted", "note", "the report measured no head")]
     found = _acceptance(runs, agreement, f"{len(runs)} measurements of the report")

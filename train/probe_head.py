@@ -235,16 +235,17 @@ class _Trial:
         )[:, self.rows]
         if not bool(drafted.isfinite().all()):
             return None
-        chosen = [self._drafts(head, drafted[step]) for step in range(steps)]
+        chosen = [self._drafts(head, drafted[step], step) for step in range(steps)]
         early, right, late = (chosen[0] == one for one in self.teacher)
         return _Hits(early, right, late, chosen[1] == self.teacher[2] if steps > 1 else right)
 
-    def _drafts(self, head: Head, drafted: Tensor) -> Tensor:
-        """Target ids [n] of what lm_head makes of [n, H]."""
+    def _drafts(self, head: Head, drafted: Tensor, step: int) -> Tensor:
+        """Target ids [n] of what lm_head makes of [n, H]; one for all steps, or one for each."""
         if head.lm_head is None:
             columns = self._choice(self.trunk.logits(drafted, self.ids))
         else:
-            columns = self._choice(drafted @ head.lm_head.T)
+            rows = head.lm_head if head.lm_head.dim() == 2 else head.lm_head[step]
+            columns = self._choice(drafted @ rows.T)
         return columns if self.ids is None else self.ids[columns]
 
     @staticmethod

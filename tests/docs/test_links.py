@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import handbook
 import pytest
@@ -71,4 +70,3 @@ def test_anchors_are_those_of_the_headings() -> None:
     text = "# A `b.c`: d, e\n\n## What\n\n## What\n\n```\n# no\n```\n"
     assert handbook.anchors(text) == {"a-bc-d-e", "what", "what-1"}
     assert spelt_out("a/{b,c}.py") == ["a/b.py", "a/c.py"]
-    assert not Path(ROOT / "docs" / "absent.md").exists()

@@ -43,6 +43,7 @@ FAMILIES = {
     "eagle restored": HeadConfig("eagle"),
     "eagle3": HeadConfig("eagle3", boundaries=(0, 1)),
     "medusa": HeadConfig("medusa", modules=2, norms=NO_NORMS),
+    "medusa of own lm_heads": HeadConfig("medusa", modules=2, own_lm_heads=True, norms=NO_NORMS),
 }
 
 
@@ -657,6 +658,18 @@ def test_a_fault_of_a_report(
     path = tmp_path / "report.json"
     atomic_write_json(path, report)
     assert sound.faults(sound.root, f"doctor.report={path}") == [("report", check)]
+
+
+def test_a_draft_lm_does_not_hide_a_head_that_accepts_nothing(sound: Sound, tmp_path: Path) -> None:
+    """Each drafter is judged alone: only the head agrees with the text and is never taken."""
+    report = read_json(sound.root / "work" / "report.json")
+    head = next(run for run in report["runs"] if run["drafter"] == "mtp")
+    good = head | {"drafter": "draft-lm", "accepted_per_position": [head["num_drafts"]] * 3}
+    head["accepted_per_position"] = [0, 0, 0]
+    report["runs"].append(good)
+    path = tmp_path / "report.json"
+    atomic_write_json(path, report)
+    assert sound.faults(sound.root, f"doctor.report={path}") == [("report", "accepted")]
 
 
 def test_faults_end_the_command_with_two(

@@ -32,6 +32,14 @@ def test_the_best_draft_length_of_each_batch_size_stands_out() -> None:
     assert lines[-1] == "| 16 | 100.0 | **0.80×** | 0.50× |"
 
 
+def test_a_page_of_runs_that_were_stopped() -> None:
+    """Batches without plain decoding are left out, lengths that are missing are dashes."""
+    records = [timed(4, 1, 1.0), timed(1, 0, 4.0), timed(1, 1, 2.0), timed(16, 0, 1.0)]
+    (table,) = lengths(records)
+    assert [line[:6] for line in table.splitlines()[-2:]] == ["| 1 | ", "| 16 |"]
+    assert table.splitlines()[-1] == "| 16 | 100.0 | – |"
+
+
 def test_trees_stand_beside_the_same_heads_chains() -> None:
     """Heads without trees are left out; what was not measured is a dash."""
     line = {"prompts": "humaneval", "temperature": 0.0}
