@@ -17,37 +17,28 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..files import atomic_write_json, changes, read_json
 from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.mtp import MTPHead
+from ..heads.protocol import Head
 from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
 from .facts import differences, facts
-from .loaders import Report
+from .loaders import Report, few
 from .merged import merge
 from .mtp_loaders import MTPNames, engines, has_class
+from .mtp_target import compare_configs, compare_copy, read_tensor, text_part
 from .quantised import dequantise, leave_plain
 from .written import NOTE
-
-_SAID_APART = (
-    "_name_or_path",
-    "dtype",
-    "quantization_config",
-    "transformers_version",
-)
-"""Keys of a config.json that have no part in how a head is run or found by an engine."""
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -101,16 +92,13 @@ class MTPLayout:
         head = loaded.head
         assert isinstance(head, MTPHead)
         first = self._first(head.target_config)
-        tensors = {
-            self._foreign(name, first): value.detach().contiguous()
-            for name, value in spelt(skeleton(head.target_config), head.state_dict()).items()
-        }
+        tensors = {name: value.contiguous() for name, value in self._named(head).items()}
         origin, config = dict.fromkeys(tensors, "trained"), head.target_config
         for name, theirs in self.copies.items():
             if next(head.parameters()).is_meta:
                 copied = torch.empty(config.vocab_size, config.hidden_size, device="meta")
             else:
-                copied = _read(tensor_files(Path(target_folder)), theirs)
+                copied = read_tensor(tensor_files(Path(target_folder)), theirs)
             for module in range(head.num_modules):
                 tensors[self._prefix(first + module) + name] = copied.clone()
         return tensors, origin | {
@@ -134,7 +122,7 @@ class MTPLayout:
         assert isinstance(head, MTPHead)
         first = self._first(head.target_config)
         config = read_json(Path(target_folder) / "config.json")
-        _text(config)[self._count(config)] = head.num_modules
+        text_part(config)[self._count(config)] = head.num_modules
         matrices = [
             name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1
         ]
@@ -161,16 +149,16 @@ class MTPLayout:
         target_config = text_config(folder)
         if target_folder is not None:
             compare_shapes(folder, target_config, target_folder)
-            _compare_configs(folder, target_config, target_folder, self._count(raw))
+            compare_configs(folder, target_config, target_folder, self._count(raw))
         files, first, key = tensor_files(folder), self._first(target_config), self._count(raw)
         mine = {name: parts for name in files if (parts := self._parts(name, first))}
         if not mine:
             raise ValueError(
                 f"{folder}: no tensor {self._prefix(first)}* ({key} in config.json: "
-                f"{_text(raw).get(key)}); it holds no MTP module in the {self.title} layout"
+                f"{text_part(raw).get(key)}); it holds no MTP module in the {self.title} layout"
             )
         count = 1 + max(module for module, _ in mine.values())
-        said = _text(raw).get(key, count)
+        said = text_part(raw).get(key, count)
         if said != count:
             raise ValueError(
                 f"{folder}: config.json says {key}={said}, the files hold {count} MTP modules; "
@@ -182,9 +170,9 @@ class MTPLayout:
         for name, (module, rest) in mine.items():
             if rest in self.copies:
                 place = folder if target_folder is None else Path(target_folder)
-                self._compare(name, self.copies[rest], files, place)
+                compare_copy(name, self.copies[rest], files, place)
             elif not rest.endswith("rotary_emb.inv_freq"):  # follows from the configuration
-                found[self._prefix(first + module) + rest] = _read(files, name)
+                found[self._prefix(first + module) + rest] = read_tensor(files, name)
         dequantise(found, raw)
         self._take(folder, head, found, first)
         note.pop("layout", None)
@@ -276,19 +264,22 @@ class MTPLayout:
         head, target = loaded.head, loaded.head.target_config
         config, first = target.to_dict(), self._first(target)
         config[self._count(config)] = head.num_modules
-        tensors = {
-            self._foreign(name, first): value.detach().to("meta")
-            for name, value in spelt(skeleton(target), head.state_dict()).items()
-        }
+        tensors = {name: value.to("meta") for name, value in self._named(head).items()}
         shape = (int(target.vocab_size), int(target.hidden_size))
         for module in range(head.num_modules):
             for name in self.copies:
                 tensors[self._prefix(first + module) + name] = torch.empty(shape, device="meta")
         return config, tensors
 
+    def _named(self, head: Head) -> dict[str, Tensor]:
+        """The head's own tensors by the layout's names."""
+        first = self._first(head.target_config)
+        ours = spelt(skeleton(head.target_config), head.state_dict())
+        return {self._foreign(name, first): value.detach() for name, value in ours.items()}
+
     def names(self, config: dict[str, Any]) -> MTPNames:
         """How the modules are spelt, for the loaders; `config` is the target's."""
-        count = self._count(_text(config))
+        count = self._count(text_part(config))
         return MTPNames(self.prefix, self.own, self.layer, self.after_layers, count)
 
     @property
@@ -318,7 +309,8 @@ class MTPLayout:
         missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
         if missing or unknown:
             raise ValueError(
-                f"{folder}: the MTP modules lack {_few(missing)} and hold unknown {_few(unknown)}"
+                f"{folder}: the MTP modules lack {few(missing) or 'nothing'} "
+                f"and hold unknown {few(unknown) or 'nothing'}"
             )
         for theirs, name in names.items():
             if found[theirs].shape != ours[name].shape:
@@ -328,21 +320,6 @@ class MTPLayout:
                 )
         read = {name: found[theirs] for theirs, name in names.items()}
         head.load_state_dict(held(model, read))
-
-    def _compare(self, name: str, theirs: str, files: dict[str, Path], place: Path) -> None:
-        """Warn where a copy of the target's embedding or lm_head is no copy."""
-        target = files if place == files[name].parent else tensor_files(place)
-        if theirs == _LM_HEAD and theirs not in target:
-            theirs = _EMBEDDING  # tied
-        if theirs not in target:
-            return
-        copy, original = _read(files, name), _read(target, theirs)
-        if copy.shape != original.shape or not torch.equal(copy.float(), original.float()):
-            warnings.warn(
-                f"{name} differs from the target's own {theirs}; the head reads the target's, as "
-                "engines do, so it may draft worse than it was trained to",
-                stacklevel=4,
-            )
 
     def _first(self, target_config: Any) -> int:
         return int(target_config.num_hidden_layers) if self.after_layers else 0
@@ -379,44 +356,3 @@ class MTPLayout:
         inside = rest.removeprefix("layer.")
         theirs = self.own[rest] if inside == rest else self.layer + inside
         return self._prefix(first + int(module)) + theirs
-
-
-def _compare_configs(folder: Path, config: Any, place: Path | str, count: str) -> None:
-    """ValueError where the folder's configuration says another thing than the target's, whose layer
-    the modules have; a key that is missing there stands at its default."""
-    apart = {*_SAID_APART, count}
-    told, known = (
-        {key: value for key, value in one.to_dict().items() if key not in apart}
-        for one in (config, text_config(place))
-    )
-    differing = changes(known, told)
-    if differing:
-        raise ValueError(
-            f"{folder}: its config.json is not that of the target {place}: "
-            f"{'; '.join(differing)}. Copy it whole from there, or name the target it is of, "
-            "target.source=…"
-        )
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that is about text, where a model has several."""
-    return config.get("text_config") or config
-
-
-def _read(files: dict[str, Path], name: str) -> Tensor:
-    """One tensor; a tied lm_head is the embedding."""
-    if name == _LM_HEAD and name not in files:
-        name = _EMBEDDING
-    if name not in files:
-        raise ValueError(f"no tensor {name!r} in {sorted({str(path) for path in files.values()})}")
-    with safe_open(files[name], framework="pt") as file:
-        if name not in file.keys():
-            raise ValueError(
-                f"{files[name]} has no tensor {name!r}, which the index beside it places there; "
-                "the two are of different checkpoints"
-            )
-        return file.get_tensor(name)
-
-
-def _few(names: list[str]) -> str:
-    return str(names) if len(names) <= 6 else f"{names[:6]} and {len(names) - 6} more"

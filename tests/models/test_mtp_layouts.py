@@ -339,8 +339,8 @@ def test_an_unread_tensor_and_a_missing_one_are_named(
     shard(folder, tensors)
     with pytest.raises(ValueError) as refusal:
         find_source("target-mtp", folder, MARKS)
-    assert f"lack ['{lacking}']" in str(refusal.value)
-    assert f"unknown ['{odd}']" in str(refusal.value)
+    assert f"lack {lacking} and" in str(refusal.value)
+    assert f"unknown {odd}" in str(refusal.value)
 
 
 def test_a_second_qwen_layer_is_refused_by_name(
@@ -350,7 +350,7 @@ def test_a_second_qwen_layer_is_refused_by_name(
     folder, tensors = copied("qwen3.5")
     tensors["mtp.layers.1.mlp.up_proj.weight"] = torch.zeros(48, 32)
     shard(folder, tensors)
-    with pytest.raises(ValueError, match="unknown .'mtp.layers.1.mlp.up_proj.weight'"):
+    with pytest.raises(ValueError, match="unknown mtp.layers.1.mlp.up_proj.weight"):
         find_source("target-mtp", folder, MARKS)
 
 
