@@ -7,7 +7,6 @@ Its first block has a fixed size, so that one broadcast does for a decode step.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import resource
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..models.shard import Group
+from ..models.shard import Group, leave_at_exit
 from .pages import KVPool
 
 T = TypeVar("T")
@@ -88,7 +87,7 @@ class Line:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_IN_A_CALL)
-            atexit.register(dist.destroy_process_group)
+            leave_at_exit()
         ranks, calls = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
         assert ranks is not None and isinstance(calls, dist.ProcessGroup)
         return cls(Group(dist.get_rank(), dist.get_world_size(), ranks), calls)

@@ -15,6 +15,7 @@ memory.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,20 @@ from .trunk import tensor_files
 
 _BLOCK = 16
 """Columns of the MLP are dealt in blocks of it where they divide by it, as products like them."""
+
+
+def leave_at_exit() -> None:
+    """Leave the process group before the interpreter ends.
+
+    A group's threads free Python objects; one that does so while the interpreter ends kills the
+    process ("terminate called without an active exception"), and with it a run that had finished.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..models.shard import leave_at_exit
+
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
 
@@ -109,6 +111,7 @@ def start(device: torch.device) -> None:
     import_deepspeed(device).init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False
     )
+    leave_at_exit()
 
 
 def import_deepspeed(device: torch.device) -> Any:

@@ -58,9 +58,12 @@ def test_launches_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_alone_announces_no_launch() -> None:
-    """A process that it starts afterwards would take itself for a rank of a launch."""
+    """A process that it starts afterwards would take itself for a rank of a launch; and its own
+    group is gone before the interpreter ends."""
     code = (
-        "import os, torch; from draftsmith.train.ranks import start, world_size; "
+        "import atexit, os, torch, torch.distributed as dist; "
+        "from draftsmith.train.ranks import start, world_size; "
+        "atexit.register(lambda: print('left:', not dist.is_initialized())); "
         "before = dict(os.environ); start(torch.device('cpu')); assert world_size() == 1; "
         "print(sorted(set(os.environ) - set(before)))"
     )
@@ -69,7 +72,8 @@ def test_a_run_alone_announces_no_launch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True
     )
-    added = done.stdout.splitlines()[-1]
+    added, left = done.stdout.splitlines()[-2:]
+    assert left == "left: True"
     named = {name for name in launch if f"'{name}'" in added}
     assert named <= {"LOCAL_RANK"}, added  # DeepSpeed asks for it
 
@@ -77,9 +81,11 @@ def test_a_run_alone_announces_no_launch() -> None:
 _MEETING = """
 import datetime, json, os, sys, time
 import torch.distributed as dist
+from draftsmith.models.shard import leave_at_exit
 from draftsmith.train.ranks import Meeting, rank
 
 dist.init_process_group("gloo")
+leave_at_exit()
 group = dist.distributed_c10d._get_default_group()
 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
 meeting = Meeting()
