@@ -14,6 +14,7 @@ from ..inference.plots import png
 from ..inference.report import markdown_table
 from ..models.files import atomic_write_bytes
 from ..train.metrics import read_metrics
+from .results_matrix import matrix
 
 _SETS = ("humaneval", "mt_bench", "heldout")
 _GROUPS: dict[str, tuple[str, str]] = {
@@ -41,7 +42,7 @@ def page(
         chosen = [r for name in names for r in results if r["name"] == name]
         if len(chosen) > 1:
             parts.append(f"## {title}\n\n{_figures(chosen)}\n{_acceptance(chosen, accepted, base)}")
-    parts += [trees(accepted), *lengths(by_length)]
+    parts += [trees(accepted), *lengths(by_length), matrix(accepted)]
     return "\n".join(part for part in parts if part)
 
 
