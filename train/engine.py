@@ -34,9 +34,6 @@ def make_engine(head: Head, objective: Objective, cfg: TrainConfig) -> Any:
     head: on the trunk's device, fp32. The process group must be up (`ranks.start`).
     """
     deepspeed = import_deepspeed(objective.trunk.device)
-    if cfg.optimizer == "muon" and objective.trunk.device.type == "cpu":
-        # DeepSpeed compiles Muon's step with inductor, which takes minutes here.
-        torch.compiler.set_stance("force_eager")
     with quiet_imports():
         return deepspeed.initialize(
             model=_Learner(head, objective),

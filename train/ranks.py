@@ -125,11 +125,29 @@ def import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.ops
 
+        if device.type == "cpu":
+            with _uncompiled():  # imported by every sharded optimiser
+                import deepspeed.runtime.zero.muon.muon_optimizer
+
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On a CPU it would compile a shared-memory all-reduce in C++ for a minute; gloo needs no
     # compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What is decorated with torch.compile here stays as it is. DeepSpeed's Muon is: its import
+    would take seconds, for the compiler's own, and its first step minutes on a CPU."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 @contextlib.contextmanager
