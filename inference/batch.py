@@ -136,7 +136,8 @@ class Batch:
     def with_many(self) -> list[int]:
         """The sequences of more rows than `few_rows` takes."""
         pairs = enumerate(itertools.pairwise(self.starts))
-        return [index for index, (first, end) in pairs if end - first > few_rows.MOST]
+        most = few_rows.most_rows(self.trees is not None)
+        return [index for index, (first, end) in pairs if end - first > most]
 
     @property
     def has_few(self) -> bool:
@@ -266,7 +267,7 @@ class PagedContext:
             )
             return out[None]
         inside = is_prefix(values, keys)
-        if few_rows.serves(k) and batch.trees is None and not inside:
+        if few_rows.serves(k) and not inside:
             return self._few_and_many(q[0], k[0], v[0], keys, values, scaling, window, softcap)
         if isinstance(batch.write, slice):
             keys[:, batch.write] = k[0]
@@ -276,22 +277,16 @@ class PagedContext:
             keys.index_copy_(1, batch.write, k[0])
             if not inside:
                 values.index_copy_(1, batch.write, v[0])
-        parts = []
-        for index, read in enumerate(batch.reads):
-            rows = slice(batch.starts[index], batch.starts[index + 1])
-            seen = q[0, :, rows], keys[:, read], values[:, read]
-            if batch.trees is None:
-                out = causal_attention(*seen, scaling, window, softcap)
-            else:
-                ancestry = batch.trees.ancestry(index, rows.stop - rows.start)
-                out = tree_attention(*seen, ancestry, scaling, window, softcap)
-            parts.append(out.transpose(0, 1))
+        parts = [
+            self._one(index, q[0], keys, values, scaling, window, softcap)
+            for index in range(len(batch.sequences))
+        ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
         """See `models.attention.OverPages`."""
         batch = self.batch
-        if batch.trees is not None or batch.with_many or not few_rows.serves(like):
+        if batch.with_many or not few_rows.serves(like):
             return None
         other = like.clone()  # values are stored beside keys, not in them
         both = [self.pool.layer(self.first_layer + layer, like, other) for layer in layers]
@@ -319,9 +314,27 @@ class PagedContext:
         else:
             out = q.new_empty(q.shape[1], q.shape[0], values.shape[2])
         for index in batch.with_many:
-            rows, read = slice(batch.starts[index], batch.starts[index + 1]), batch.reads[index]
-            part = causal_attention(
-                q[:, rows], keys[:, read], values[:, read], scaling, window, softcap
-            )
-            out[rows] = part.transpose(0, 1)
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            out[rows] = self._one(index, q, keys, values, scaling, window, softcap)
         return out[None]
+
+    def _one(
+        self,
+        index: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """[n, Hq, Dv] of one sequence's rows."""
+        batch, read = self.batch, self.batch.reads[index]
+        rows = slice(batch.starts[index], batch.starts[index + 1])
+        seen = q[:, rows], keys[:, read], values[:, read]
+        if batch.trees is None:
+            out = causal_attention(*seen, scaling, window, softcap)
+        else:
+            ancestry = batch.trees.ancestry(index, rows.stop - rows.start)
+            out = tree_attention(*seen, ancestry, scaling, window, softcap)
+        return out.transpose(0, 1)

@@ -7,7 +7,7 @@ In a pass of few rows the steps beside the products are short, and calling them 
 much as they do. Here one team of threads goes through all of it; each step is the very function
 that the op beside it runs (`packed_linear`, `few_rows`, `rotary`, `rms_norm`, `kv_append`), so the
 result is bit for bit that of the ops called in turn, which is the definition (`models.lean`). For
-bfloat16 where the products have their own form; sequences have at most `few_rows.MOST` rows.
+bfloat16 where the products have their own form; sequences have at most `few_rows.most_rows` rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PagedLayers:
     """Where the layers of a pass find and leave their keys.
 
     Attributes:
-        rows: whose rows they are, of which each sequence has few, and no trees. slots: [N] int64,
+        rows: whose rows they are, of which each sequence has few. slots: [N] int64,
             -1 for a row that is not stored. keys, values: by layer [Hk, S, D], alike in strides.
     """
 
@@ -138,8 +138,9 @@ class DecoderPass:
         """
         x, weights, rows = x.contiguous(), self.layers[0], pages.rows
         read = None if read is None else read.contiguous()
-        assert x.dtype == cos.dtype == sin.dtype == torch.bfloat16 and rows.tree is None
-        assert cos.stride(1) == sin.stride(1) == 1 and rows.most_rows <= few_rows.MOST
+        assert x.dtype == cos.dtype == sin.dtype == torch.bfloat16
+        assert cos.stride(1) == sin.stride(1) == 1
+        assert rows.most_rows <= few_rows.most_rows(rows.tree is not None)
         keys, values, width = pages.keys[0], pages.values[0], weights.qkv.out_features
         assert keys.dtype == torch.bfloat16 and pages.slots.dtype == torch.int64
         assert pages.slots.is_contiguous()

@@ -1,6 +1,7 @@
 // Attention of a few rows a sequence over the pages; see few_rows.py. The query heads that
 // share a key head, times the rows of the sequence, are lines that read each key once together.
-// A line's sums run over its keys in order, whatever runs beside it.
+// A line's sums run over its keys in order, whatever runs beside it. The last keys of a sequence may be
+// a drafted tree, of which a row sees its own path alone.
 
 #pragma once
 
@@ -20,19 +21,23 @@ struct Shape {
     int64_t q_head, q_row, keys_head, keys_slot, values_head, values_slot;
     double scaling, softcap;  // softcap 0: none
     int64_t window, most;     // window 0: none; sequences of more rows are left out
+    const int32_t* ancestry;  // [rows, tree_table] how far up a row's path each column of its tree
+    const int64_t* columns;   // lies, 0 off it; [batch] columns. Null: every row sees all before it
+    int64_t tree_table;
 };
 
 // One sequence's rows of the heads that share a key head.
 template <class T>
 struct Task {
     const Shape& s;
-    int64_t sequence, head, first, rows, length, group, lines, low, span;
+    int64_t sequence, head, first, rows, length, group, lines, tree, text, low, span;
 
     Task(const Shape& s, int64_t sequence, int64_t head)
         : s(s), sequence(sequence), head(head), first(s.starts[sequence]),
           rows(s.starts[sequence + 1] - first), length(s.lengths[sequence]),
           group(s.heads / s.key_heads), lines(rows * group),
-          low(s.window ? std::max<int64_t>(0, length - rows + 1 - s.window) : 0),
+          tree(s.ancestry ? s.columns[sequence] : 0), text(length - tree),  // keys before the tree
+          low(s.window ? std::max<int64_t>(0, (tree ? text : length - rows) + 1 - s.window) : 0),
           span(length - low) {}  // keys low .. length-1 are seen by one line or another
 
     int64_t slot(int64_t position) const {
@@ -46,18 +51,45 @@ struct Task {
         return out + ((first + line / group) * s.heads + head * group + line % group) * s.value_width;
     }
 
+    // The keys begin .. end - 1 that a line sees, but for the columns of a tree that `hide` hides.
+    struct Sight {
+        int64_t begin, end;
+    };
+    Sight sight(int64_t line) const {
+        const int64_t end = tree ? length : length - rows + line / group + 1;
+        if (!s.window) return {low, end};
+        const int32_t* up = path(line);
+        const int64_t own = tree ? text + *std::max_element(up, up + tree) : end;
+        return {std::max(low, own - s.window), end};
+    }
+    const int32_t* path(int64_t line) const {
+        return s.ancestry + (first + line / group) * s.tree_table;
+    }
+
+    // `nothing` for the columns of the tree off a line's path; scores are those of keys from `start`
+    // on.
+    template <class W>
+    void hide(W* scores, int64_t start, int64_t line, W nothing) const {
+        if (!tree) return;
+        const int32_t* up = path(line);
+        for (int64_t j = 0; j < tree; j++)
+            if (up[j] == 0 || (s.window && up[j] > s.window)) scores[text - start + j] = nothing;
+    }
+
     // Scores of one line [span] -> weights in their place, before the division by their sum, which
     // is returned. Keys that the line does not see weigh nothing.
     template <class W>
     W weigh(W* __restrict scores, int64_t line) const {
-        const int64_t end = span - rows + line / group + 1;
-        const int64_t begin = s.window ? std::max<int64_t>(0, end - s.window) : 0;
+        const Sight seen = sight(line);
+        const int64_t begin = seen.begin - low, end = seen.end - low;
         if (s.softcap != 0)
             for (int64_t j = begin; j < end; j++)
                 scores[j] = W(s.softcap) * std::tanh(scores[j] / W(s.softcap));
+        hide(scores, low, line, -W(INFINITY));
         W top = scores[begin], mass = 0;
         for (int64_t j = begin; j < end; j++) top = scores[j] > top ? scores[j] : top;
         for (int64_t j = begin; j < end; j++) scores[j] = exponential(scores[j] - top);
+        hide(scores, low, line, W(0));
         for (int64_t j = begin; j < end; j++) mass += scores[j];
         std::fill(scores, scores + begin, W(0));
         std::fill(scores + end, scores + span, W(0));
@@ -169,8 +201,9 @@ inline void turn(const float (*square)[LINES], int64_t line, __m512 scaling, __m
     out[3] = _mm512_mul_ps(_mm512_castpd_ps(_mm512_unpackhi_pd(c, d)), scaling);
 }
 
-// Scores [wide] of a line that sees begin .. end - 1 -> weights in bfloat16, before the division by
-// their sum, which is returned. A lane adds every sixteenth key, wherever the line begins.
+// Scores [wide] of a line that sees begin .. end - 1 (-infinity: it does not) -> weights in bfloat16,
+// before the division by their sum, which is returned. A lane adds every sixteenth key, wherever the
+// line begins.
 inline float weigh(const float* scores, int64_t begin, int64_t end, int64_t wide, bf16* weights) {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     const auto inside = [&](int64_t j) {
@@ -182,8 +215,10 @@ inline float weigh(const float* scores, int64_t begin, int64_t end, int64_t wide
         best = _mm512_max_ps(best, _mm512_mask_loadu_ps(nothing, inside(j), scores + j));
     const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
     for (int64_t j = 0; j < wide; j += 16) {
-        const __mmask16 mask = inside(j);
-        const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + j), top);
+        __mmask16 mask = inside(j);
+        const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
+        mask = _mm512_mask_cmp_ps_mask(mask, score, nothing, _CMP_NEQ_UQ);
+        const __m512 x = _mm512_sub_ps(score, top);
         const __m512 e = exponential(_mm512_max_ps(_mm512_set1_ps(-87.0f), x));  // NaN stays
         const __m512 weight = _mm512_maskz_mov_ps(mask, e);
         sum = _mm512_add_ps(sum, weight);
@@ -267,11 +302,12 @@ inline void tiled(const Task<bf16>& t, const bf16* q, const bf16* keys, const bf
         }
         for (int64_t line = 0; line < lines; line++) {
             float* mine = scores + line * wide;
-            const int64_t end = seen - t.rows + (top + line) / t.group + 1;
-            const int64_t begin = s.window ? std::max(skipped, end - s.window) : skipped;
+            const auto sight = t.sight(top + line);
+            const int64_t begin = sight.begin - start, end = sight.end - start;
             if (s.softcap != 0)
                 for (int64_t j = begin; j < end; j++)
                     mine[j] = float(s.softcap) * std::tanh(mine[j] / float(s.softcap));
+            t.hide(mine, start, top + line, -INFINITY);
             mass[line] = weigh(mine, begin, end, wide, weights + line * wide);
         }
         for (int tile = 0; tile < 5; tile++) tiles.rows[tile] = lines;

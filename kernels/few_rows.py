@@ -1,11 +1,12 @@
 """Attention of a few rows a sequence over the pages, on a CPU: the decode and verify rows of a
 whole batch in one call.
 
-The function is that of `causal_attention` for every sequence, read through its page table as in
-`paged_attention`; scores, softmax and sums are float32 (float64 for float64 tensors) and rounded
-once. A loop over the sequences in Python costs more than the arithmetic. Sequences of more rows
-than `MOST` are left to matrix products (`causal_attention`). There is no plain form: the definition
-is `paged_attention_reference`, and a machine without a compiler loops.
+The function is that of `causal_attention` for every sequence, or of `tree_attention` where its last
+keys are a drafted tree, read through its page table as in `paged_attention`; scores, softmax and
+sums are float32 (float64 for float64 tensors) and rounded once. A loop over the sequences in Python
+costs more than the arithmetic. Sequences of more rows than `most_rows` are left to matrix products.
+There is no plain form: the definition is `paged_attention_reference`, and a machine without a
+compiler loops.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from .paged_rows import PagedRows
 
 MOST = 16
 """Rows of a sequence that one call takes."""
+MOST_OF_TREE = 64
+"""The same where they are a tree's."""
 
 
 class Shape(ctypes.Structure):
@@ -32,6 +35,8 @@ class Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("values_head", "values_slot")),
         *((name, ctypes.c_double) for name in ("scaling", "softcap")),
         *((name, ctypes.c_int64) for name in ("window", "most")),
+        *((name, ctypes.c_void_p) for name in ("ancestry", "columns")),
+        ("tree_table", ctypes.c_int64),
     ]
 
 
@@ -41,6 +46,11 @@ _NATIVE = Native("few_rows", {"attend": [SMALL, POINTER, POINTER, POINTER, POINT
 def serves(like: Tensor) -> bool:
     """Whether `few_rows_attention` can be called with tensors like this one."""
     return _NATIVE.serves(like)
+
+
+def most_rows(trees: bool) -> int:
+    """Rows of a sequence up to which one call takes it."""
+    return MOST_OF_TREE if trees else MOST
 
 
 def few_rows_attention(
@@ -53,7 +63,7 @@ def few_rows_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of all sequences with at most `MOST` rows.
+    """Attention of all sequences with at most `most_rows` rows.
 
     Args:
         q: [Hq, N, D], keys: [Hk, S, D], values: [Hk, S, Dv], one dtype, unit stride in the last
@@ -91,6 +101,8 @@ def shape_of(
 ) -> Shape:
     """A call as C++ reads it: `heads` query heads whose strides by head and row are given; the rest
     see `few_rows_attention`."""
+    tree = rows.tree
+    assert tree is None or (tree.ancestry.is_contiguous() and tree.columns.is_contiguous())
     return Shape(
         rows.starts.data_ptr(),
         rows.lengths.data_ptr(),
@@ -109,5 +121,8 @@ def shape_of(
         scaling,
         softcap or 0.0,
         window or 0,
-        MOST,
+        most_rows(tree is not None),
+        None if tree is None else tree.ancestry.data_ptr(),
+        None if tree is None else tree.columns.data_ptr(),
+        0 if tree is None else tree.ancestry.shape[1],
     )

@@ -14,9 +14,10 @@ from draftsmith.kernels.decoder_pass import DecoderPass, LayerWeights, Norm, Pag
 from draftsmith.kernels.few_rows import few_rows_attention
 from draftsmith.kernels.kv_append import kv_append
 from draftsmith.kernels.packed_linear import GatedLinear, PackedLinear, can_tile
-from draftsmith.kernels.paged_attention import PagedRows
+from draftsmith.kernels.paged_rows import DraftedRows, PagedRows
 from draftsmith.kernels.rms_norm import rms_norm
 from draftsmith.kernels.rotary import rotate
+from draftsmith.kernels.tree_build import ABSENT, build_trees_reference
 
 pytestmark = pytest.mark.skipif(
     not (few_rows.serves(torch.empty(0)) and can_tile(torch.zeros(1, 32).bfloat16())),
@@ -97,12 +98,29 @@ def scene(width: int, page_size: int) -> tuple[PagedLayers, int]:
     return PagedLayers(rows, torch.tensor(slots), pools[:3], pools[3:]), sum(counts)
 
 
+def with_trees(pages: PagedLayers) -> PagedLayers:
+    """The same rows as trees: each hangs on the one two before it."""
+    counts = pages.rows.starts.diff().tolist()
+    parents = torch.full((len(counts), max(counts)), ABSENT)
+    for index, count in enumerate(counts):
+        parents[index, :count] = (torch.arange(count) - 2).clamp(min=-1)
+    ancestry = build_trees_reference(parents, max(counts)).ancestry
+    tree = DraftedRows(
+        torch.cat([ancestry[index, :count] for index, count in enumerate(counts)]),
+        torch.tensor(counts),
+        torch.zeros(sum(counts)).long(),
+    )
+    return dataclasses.replace(pages, rows=dataclasses.replace(pages.rows, tree=tree))
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "biases and norms"])
 @pytest.mark.parametrize(("width", "page_size"), [(64, 16), (64, 1), (32, 8)])
-def test_equals_the_ops_in_turn(special: bool, width: int, page_size: int):
+def test_equals_the_ops_in_turn(special: bool, width: int, page_size: int, drafted: bool):
     """Results of all layers and what they left in the pools, windows among them."""
     torch.manual_seed(width + page_size)
     pages, n = scene(width, page_size)
+    pages = with_trees(pages) if drafted else pages
     layers = [weights(width, SIZE, special, window, True) for window in (None, 20, None)]
     x, cos, sin = (torch.randn(n, size).bfloat16() for size in (SIZE, width, width))
     other = PagedLayers(

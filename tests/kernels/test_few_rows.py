@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from draftsmith.kernels import few_rows
-from draftsmith.kernels.few_rows import MOST, few_rows_attention
+from draftsmith.kernels.few_rows import MOST, MOST_OF_TREE, few_rows_attention
 from draftsmith.kernels.paged_attention import paged_attention_reference
-from draftsmith.kernels.paged_rows import PagedRows
+from draftsmith.kernels.paged_rows import DraftedRows, PagedRows
+from draftsmith.kernels.tree_build import ABSENT, build_trees_reference
 
 pytestmark = pytest.mark.skipif(
     not few_rows.serves(torch.empty(0)), reason="no C++ compiler on this machine"
@@ -75,3 +77,52 @@ def test_a_row_does_not_depend_on_what_is_beside_it(dtype: torch.dtype):
         )
         single = few_rows_attention(q[:, 1 + row : 2 + row], keys, pool, alone, scaling=0.125)
         assert torch.equal(single[0], out[1 + row])
+
+
+def trees(rows: PagedRows, extra: list[int]) -> PagedRows:
+    """Random trees in the last slots, `extra` columns of which passes before have written."""
+    counts = rows.starts.diff().tolist()
+    columns = [count + more for count, more in zip(counts, extra, strict=True)]
+    parents = torch.full((len(counts), max(columns)), ABSENT)
+    for index, size in enumerate(columns):
+        for column in range(size):
+            parents[index, column] = torch.randint(-1, column, ()) if column else -1
+    ancestry = build_trees_reference(parents, max(columns)).ancestry
+    own = [
+        ancestry[i, size - n : size]
+        for i, (size, n) in enumerate(zip(columns, counts, strict=True))
+    ]
+    tree = DraftedRows(torch.cat(own), torch.tensor(columns), torch.zeros(sum(counts)).long())
+    return dataclasses.replace(rows, tree=tree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("page_size", "width"), [(16, 64), (1, 64), (8, 24)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (30, 3.0)])
+def test_a_row_of_a_tree_sees_its_own_path(
+    dtype: torch.dtype, page_size: int, width: int, window: int | None, softcap: float | None
+) -> None:
+    """Trees of up to 64 rows, windows that end inside a tree and before it."""
+    torch.manual_seed(page_size)
+    (q, keys, pool), rows, _ = scene(page_size, width, width, dtype)
+    rows = trees(rows, [0, 2, 0, 3, 1, 0, 5])
+    how = {"scaling": 0.2, "window": window, "softcap": softcap}
+    out = few_rows_attention(q, keys, pool, rows, **how)
+    expected = paged_attention_reference(q.double(), keys.double(), pool.double(), rows, **how)
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=bound, atol=bound)
+    assert rows.most_rows <= MOST_OF_TREE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_lies_off_the_path_does_not_count(dtype: torch.dtype) -> None:
+    """Two rows of a tree that see the same keys give the same bits, whatever a column off their
+    path holds."""
+    torch.manual_seed(0)
+    (q, keys, pool), rows, _ = scene(16, 64, 64, dtype)
+    rows = trees(rows, [0] * 7)
+    before = few_rows_attention(q, keys, pool, rows, scaling=0.125)
+    changed = int(rows.pages[1, 2]) * 16  # the second sequence's last key, of its last column
+    keys[:, changed], pool[:, changed] = 9.0, -9.0
+    after = few_rows_attention(q, keys, pool, rows, scaling=0.125)
+    assert torch.equal(before[1:4], after[1:4]) and not torch.equal(before[4], after[4])
