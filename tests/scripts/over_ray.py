@@ -43,15 +43,17 @@ def dying(config: Config, invocation: Invocation, number: int, count: int) -> No
 
 if __name__ == "__main__":
     work, *settings = sys.argv[1:]
-    one, two = ([f"work={work}/{name}", *settings] for name in ("plain", "ray"))
-    for words in (one, two):
-        assert main(["prepare", *words]) == 0
-    assert main(["dump", *one]) == 0
-    assert main(["regenerate", *one]) == 0
+    # Both work in one place, one after the other, since artifacts name what they were made from.
+    words = [f"work={work}/run", *settings]
+    for verb in ("prepare", "dump", "regenerate"):
+        assert main([verb, *words]) == 0
+    Path(work, "run").rename(Path(work, "plain"))
+    assert main(["prepare", *words]) == 0
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    words = [*two, "ray.workers=2"]
+    words.append("ray.workers=2")
     about = Invocation("dump", tuple(words), {}, Console())
     over_ray(to_config(composed(words)), about, dying, dump._share)
     assert main(["regenerate", *words]) == 0
     # what is refused on a worker is told here
     assert main(["dump", *words, "data.dump.max_tokens=1"]) == 2
+    Path(work, "run").rename(Path(work, "ray"))
