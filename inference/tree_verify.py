@@ -6,12 +6,15 @@ decoding would draw.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..kernels.accept import draw
 from ..kernels.accept_tree import Trees, accept_trees
 from ..kernels.kv_move import compact_paths
+from ..kernels.top_two import top_two
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool
@@ -26,7 +29,7 @@ def verify_trees(
     batch: Batch, sequences: list[Sequence], proposals: list[Proposal], logits: Tensor
 ) -> Verdict:
     """Judge the trees of every sequence; chains may be among them. logits [N, V] of the batch's
-    rows.
+    rows. Where all requests are greedy their few tokens are read and followed on the host.
 
     Raises:
         ValueError: logits that are not finite.
@@ -34,26 +37,28 @@ def verify_trees(
     raw = logits
     if any(sequence.params.edits_logits for sequence in sequences):
         logits = row_logits(raw, _texts(sequences, proposals))
-    best, choices = logits.max(-1)
+    best, choices, second = top_two(logits)
     if not bool(torch.isfinite(best).all()):
         check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
-    target = None
-    if not all(sequence.params.greedy for sequence in sequences):
+    if all(sequence.params.greedy for sequence in sequences):
+        target, verdict = None, _greedy(batch, proposals, choices.tolist())
+    else:
         sizes = map(len, (proposal.tokens for proposal in proposals))
         pairs = zip(sequences, sizes, strict=True)
         target = laws(logits, [one.params for one, size in pairs for _ in range(size + 1)])
-    trees = _trees(batch, sequences, proposals, target)
-    paths, following = accept_trees(trees, choices, target)
-    kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
-    verdict = Verdict(kept, following.tolist())
+        paths, following = accept_trees(
+            _trees(batch, sequences, proposals, target), choices, target
+        )
+        kept = [[row - 1 for row in path if row >= 0] for path in paths.tolist()]
+        verdict = Verdict(kept, following.tolist())
     for index, sequence in enumerate(sequences):
+        first, end = batch.starts[index], batch.starts[index + 1]
         if sequence.params.greedy and not proposals[index].tokens:
-            top, second = logits[batch.starts[index]].topk(2).values.tolist()
-            sequence.leads.append(Lead(top, top - second))
+            top, below = float(best[first]), float(second[first])
+            sequence.leads.append(Lead(top, top - below))
         elif sequence.params.coupled and not sequence.params.greedy:
             assert target is not None
-            rows = slice(batch.starts[index], batch.starts[index + 1])
-            path, token = _coupled(sequence, proposals[index], target[rows])
+            path, token = _coupled(sequence, proposals[index], target[first:end])
             verdict.kept[index], verdict.following[index] = path, token
     for sequence, token in zip(sequences, verdict.following, strict=True):
         if token < 0:
@@ -126,20 +131,42 @@ def _trees(
     )
 
 
+def _greedy(batch: Batch, proposals: list[Proposal], choices: list[int]) -> Verdict:
+    """The paths along the target's own choices [N]."""
+    verdict = Verdict([], [])
+    for proposal, first in zip(proposals, batch.starts, strict=False):
+
+        def choice(row: int, _: int, first: int = first) -> int:
+            return choices[first + row]
+
+        path, token = _walk(proposal, choice)
+        verdict.kept.append(path)
+        verdict.following.append(token)
+    return verdict
+
+
 def _coupled(sequence: Sequence, proposal: Proposal, law: Tensor) -> tuple[list[int], int]:
     """The path along what plain decoding draws, one draw a token, and the token behind it."""
     parents = rows_of(proposal.parents, len(proposal.tokens))
     foreseen = sequence.foreseen(max(depths_of(parents)))
+    path, token = _walk(proposal, lambda row, depth: draw(law[row], foreseen[depth]))
+    sequence.uniforms(len(path) + 1)
+    return path, token
+
+
+def _walk(proposal: Proposal, choice: Callable[[int, int], int]) -> tuple[list[int], int]:
+    """The drafts on the way along what is chosen behind each row (root: row 0), at each depth, and
+    the first token that no draft has."""
+    children: dict[tuple[int, int], int] = {}
+    parents = rows_of(proposal.parents, len(proposal.tokens))
+    for row, token in reversed(list(enumerate(proposal.tokens, 1))):
+        children[parents[row], token] = row  # of equal children the first
     path: list[int] = []
-    row, token = 0, draw(law[0], foreseen[0])
-    while True:
-        children = (child for child in range(row + 1, len(parents)) if parents[child] == row)
-        row = next((child for child in children if proposal.tokens[child - 1] == token), -1)
-        if row < 0:
-            sequence.uniforms(len(path) + 1)
-            return path, token
+    row, token = 0, choice(0, 0)
+    while (row := children.get((row, token), -1)) >= 0:
         path.append(row - 1)
-        token = draw(law[row], foreseen[len(path)])
+        token = choice(row, len(path))
+    return path, token
 
 
 def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int) -> None:
@@ -163,7 +190,7 @@ def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int
         [paths[index] + [-1] * (longest - len(paths[index])) for index in moved], device=device
     )
     pages = batch.paged.pages[torch.tensor(moved, device=device)]
-    for layer in range(num_layers):
-        for tensor in (pool.keys[layer], pool.values[layer]):
-            if tensor is not None:  # values may be a part of the keys
-                compact_paths(tensor, pages, batch.paged.page_size, first, path)
+    both = zip(pool.keys[:num_layers], pool.values[:num_layers], strict=True)
+    # Values may be a part of the keys.
+    pools = [tensor for pair in both for tensor in pair if tensor is not None]
+    compact_paths(pools, pages, batch.paged.page_size, first, path)

@@ -9,15 +9,32 @@ in order; one program moves one sequence's rows of one head in that order.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .jit import Kernel, power_of_two, use_triton
+from .native import INTEGER, POINTER, Native
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+_NATIVE = Native(
+    "kv_move",
+    {"compact_paths": [POINTER, INTEGER, POINTER, *[INTEGER] * 2, *[POINTER] * 2, *[INTEGER] * 2]},
+)
+
+
+class _Pool(ctypes.Structure):
+    """`Pool` in kv_move.cpp."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("heads", "head_stride", "slot_stride", "bytes")),
+    ]
 
 
 def copy_pages_reference(pool: Tensor, source: Tensor, target: Tensor, page_size: int) -> None:
@@ -90,34 +107,68 @@ def compact_paths_reference(
     pool[:, slots[1]] = pool[:, slots[0]]
 
 
-def compact_paths(pool: Tensor, pages: Tensor, page_size: int, first: Tensor, path: Tensor) -> None:
-    """Close up the kept rows of one layer's keys or values, in place.
+def compact_paths(
+    pools: Sequence[Tensor], pages: Tensor, page_size: int, first: Tensor, path: Tensor
+) -> None:
+    """Close up the kept rows of keys and values, in place.
 
     Args:
-        pool: [Hk, S, D], unit stride in the last dimension. pages: [B, P] int page ids in order.
-        first: [B] int64, the position of each sequence's first drafted row. path: [B, K] int64,
-            ascending offsets of the kept rows from `first`, path[b, j] >= j, -1 behind the last.
+        pools: of every layer the keys, the values: [Hk, S, D], unit stride in the last dimension.
+            pages: [B, P] int page ids in order. first: [B] int64, the position of each sequence's
+            first drafted row. path: [B, K] int64, ascending offsets of the kept rows from `first`,
+            path[b, j] >= j, -1 behind the last.
     """
-    if not use_triton(pool):
-        compact_paths_reference(pool, pages, page_size, first, path)
+    if not pools or not path.numel():
         return
-    pages, path = pages.contiguous(), path.contiguous()
-    heads, _, width = pool.shape
-    if path.numel():
-        compact_paths_kernel[(path.shape[0], heads)](
-            pool,
-            pages,
-            first,
-            path,
-            pool.stride(0),
-            pool.stride(1),
-            pages.shape[1],
-            page_size,
-            path.shape[1],
-            width,
-            BLOCK_D=power_of_two(width),
-            num_warps=1,
+    if use_triton(pools[0]):
+        for pool in pools:
+            _launch(pool, pages.contiguous(), page_size, first, path.contiguous())
+    elif _NATIVE.serves(pools[0]):
+        _call(pools, pages.int().contiguous(), page_size, first.contiguous(), path.contiguous())
+    else:
+        for pool in pools:
+            compact_paths_reference(pool, pages, page_size, first, path)
+
+
+def _call(
+    pools: Sequence[Tensor], pages: Tensor, page_size: int, first: Tensor, path: Tensor
+) -> None:
+    assert first.dtype == path.dtype == torch.int64
+    size = pools[0].element_size()
+    table = (_Pool * len(pools))(
+        *(
+            (p.data_ptr(), p.shape[0], p.stride(0) * size, p.stride(1) * size, p.shape[2] * size)
+            for p in pools
         )
+    )
+    _NATIVE.functions.compact_paths(
+        table,
+        len(pools),
+        pages.data_ptr(),
+        pages.shape[1],
+        page_size,
+        first.data_ptr(),
+        path.data_ptr(),
+        *path.shape,
+    )
+
+
+def _launch(pool: Tensor, pages: Tensor, page_size: int, first: Tensor, path: Tensor) -> None:
+    heads, _, width = pool.shape
+    compact_paths_kernel[(path.shape[0], heads)](
+        pool,
+        pages,
+        first,
+        path,
+        pool.stride(0),
+        pool.stride(1),
+        pages.shape[1],
+        page_size,
+        path.shape[1],
+        width,
+        BLOCK_D=power_of_two(width),
+        num_warps=1,
+    )
 
 
 @Kernel

@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from .jit import Kernel, power_of_two, use_triton
+from .native import INTEGER, POINTER, Native
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+_NATIVE = Native("tree_build", {"build_trees": [*[POINTER] * 4, INTEGER, INTEGER]})
 
 ABSENT = -2
 """The parent of a column that does not exist."""
@@ -73,24 +76,23 @@ def build_trees(parents: Tensor, height: int) -> TreeTables:
         parents: [B, C] int64, see the module; C >= 1. height: at least the columns of the longest
             path.
     """
-    if not use_triton(parents):
+    native = parents.device.type == "cpu" and _NATIVE.serves(torch.empty(0))
+    if not native and not use_triton(parents):
         return build_trees_reference(parents, height)
     batch, columns = parents.shape
     parents = parents.contiguous()
     ancestry = torch.empty(batch, columns, columns, dtype=torch.int32, device=parents.device)
     first, following = torch.empty(2, batch, columns, dtype=torch.int64, device=parents.device)
-    if batch:
+    tables = ancestry, first, following
+    if native:
+        assert parents.dtype == torch.int64
+        pointers = [table.data_ptr() for table in (parents, *tables)]
+        _NATIVE.functions.build_trees(*pointers, batch, columns)
+    elif batch:
         build_trees_kernel[(batch, columns)](
-            parents,
-            ancestry,
-            first,
-            following,
-            columns,
-            height,
-            BLOCK=power_of_two(columns),
-            num_warps=1,
+            parents, *tables, columns, height, BLOCK=power_of_two(columns), num_warps=1
         )
-    return TreeTables(ancestry, first, following)
+    return TreeTables(*tables)
 
 
 @Kernel

@@ -188,7 +188,7 @@ CASES: tuple[Case, ...] = (
         "4*B*K*G*W",
         "0",
         given.path_arguments,
-        of_pool(compact_paths),
+        of_pool(lambda pool, *rest: compact_paths([pool], *rest)),
         of_pool(compact_paths_reference),
         {"B": 4},
         sizes=_POOLS,

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.tree_build import ABSENT, build_trees, rerank
+from draftsmith.kernels.tree_build import (
+    ABSENT,
+    build_trees,
+    build_trees_reference,
+    rerank,
+)
 
 
 def test_the_tables_of_a_small_tree():
@@ -17,6 +22,21 @@ def test_the_tables_of_a_small_tree():
     ]
     assert tables.first_child.tolist() == [[1, 3, -1, -1], [1, -1, -1, -1]]
     assert tables.next_sibling.tolist() == [[-1, 2, -1, -1], [-1, -1, -1, -1]]
+
+
+def test_random_trees_have_the_tables_of_the_definition():
+    """Several roots, columns that do not exist, chains."""
+    generator = torch.Generator().manual_seed(0)
+    for columns in (1, 2, 7, 33):
+        parents = torch.full((5, columns), ABSENT)
+        for tree in range(5):
+            for column in range(max(1, columns - tree)):
+                parents[tree, column] = (
+                    int(torch.randint(-1, column, (), generator=generator)) if column else -1
+                )
+        found, plain = build_trees(parents, columns), build_trees_reference(parents, columns)
+        for name in ("ancestry", "first_child", "next_sibling"):
+            assert torch.equal(getattr(found, name), getattr(plain, name)), name
 
 
 @pytest.mark.parametrize("keep", [1, 4, 9, 14])

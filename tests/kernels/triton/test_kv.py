@@ -81,7 +81,7 @@ def test_every_path_is_closed_up(page_size: int):
         first = torch.tensor([2, 5, 0])
         pool = torch.randn(2, 36 * page_size, 5).bfloat16()
         other = pool.clone()
-        compact_paths(pool, pages, page_size, first, paths)
+        compact_paths([pool], pages, page_size, first, paths)
         compact_paths_reference(other, pages, page_size, first, paths)
         assert _same(pool, other)
 
@@ -97,7 +97,7 @@ def test_a_pool_of_more_elements_than_32_bits_count(far_memory: Callable[[int], 
     copy_pages(pool, torch.tensor([page]), torch.tensor([page + 1]), page_size)
     assert torch.equal(pool[0, far + 19], row[0, 0])
     compact_paths(
-        pool,
+        [pool],
         torch.tensor([[page, page + 1]]),
         page_size,
         torch.tensor([16]),
