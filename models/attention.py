@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ..kernels.causal_attention import causal_attention
+from ..kernels.causal_attention import packed_attention
 from ..kernels.decoder_pass import PagedLayers
 
 IMPLEMENTATION = "draftsmith"
@@ -60,7 +60,7 @@ class PackedContext:
     """
 
     def __init__(self, starts: list[int]) -> None:
-        self.borders = list(zip(starts[:-1], starts[1:], strict=True))
+        self.borders = starts
 
     def attend(
         self,
@@ -74,11 +74,7 @@ class PackedContext:
         softcap: float | None,
     ) -> Tensor:
         """See `AttentionContext`; keeps nothing."""
-        parts = [
-            causal_attention(q[0, :, a:b], k[0, :, a:b], v[0, :, a:b], scaling, window, softcap)
-            for a, b in self.borders
-        ]
-        return torch.cat([part.transpose(0, 1) for part in parts])[None]
+        return packed_attention(q[0], k[0], v[0], self.borders, scaling, window, softcap)[None]
 
 
 def _attention(

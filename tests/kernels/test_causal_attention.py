@@ -6,7 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.causal_attention import causal_attention, causal_attention_reference
+from draftsmith.kernels.causal_attention import (
+    _tiled,
+    causal_attention,
+    causal_attention_reference,
+    packed_attention,
+)
 
 SHAPES = [(1, 1), (1, 37), (4, 4), (4, 61), (16, 200), (17, 17), (129, 129), (130, 391), (300, 300)]
 
@@ -56,3 +61,41 @@ def test_bfloat16_stays_within_its_rounding():
     exact = causal_attention_reference(rounded[0], rounded[1], rounded[2], 0.125)
     out = causal_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125).double()
     assert float((out - exact).abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("window", [None, 5, 300])
+@pytest.mark.parametrize(("n", "keys"), [(17, 17), (130, 391), (300, 300), (40, 700)])
+def test_bfloat16_of_many_queries(n: int, keys: int, window: int | None, nan_memory: None):
+    """With a past, a window, blocks that are not whole, values of another width, strided rows."""
+    torch.manual_seed(n + keys)
+    q = torch.randn(n, 6, 64).bfloat16().transpose(0, 1)
+    k, v = torch.randn(keys, 2, 64 + 96).bfloat16().transpose(0, 1).split((64, 96), -1)
+    out = causal_attention(q, k, v, 0.125, window)
+    exact = causal_attention_reference(q.double(), k.double(), v.double(), 0.125, window)
+    assert float((out.double() - exact).abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_packed_documents_are_those_alone(dtype: torch.dtype):
+    """Bit for bit, in whatever threads they run; a document of NaN spoils no other."""
+    torch.manual_seed(2)
+    borders = [0, 1, 40, 333, 350]
+    q, k, v = (torch.randn(heads, 350, 32, dtype=dtype) for heads in (6, 2, 2))
+    k[:, 1:40] = v[:, 1:40] = float("nan")
+    whole = packed_attention(q, k, v, borders, 0.2)
+    for a, b in ((0, 1), (40, 333), (333, 350)):
+        alone = packed_attention(q[:, a:b], k[:, a:b], v[:, a:b], [0, b - a], 0.2)
+        assert whole[a:b].isfinite().all()
+        torch.testing.assert_close(whole[a:b], alone, rtol=0, atol=0)
+
+
+def test_bfloat16_in_chunks_is_bfloat16_at_once():
+    """Where the C++ form runs, how a row is cut into passes of more than a few does not show."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(heads, 600, 64).bfloat16() for heads in (6, 2, 2))
+    whole = causal_attention(q, k, v, 0.125)
+    parts = [
+        causal_attention(q[:, a:b], k[:, :b], v[:, :b], 0.125) for a, b in ((0, 70), (70, 600))
+    ]
+    difference = (torch.cat(parts, 1).double() - whole.double()).abs().max()
+    assert float(difference) == 0 if _tiled(q, k, v) else float(difference) < 0.03
