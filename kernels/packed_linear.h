@@ -106,8 +106,8 @@ inline void step(const Call& c, int64_t pair, int64_t row, int64_t rows) {
         for (int64_t k = 0; k < c.in; k += K, weight += PAIR) {
             if (first) fetch(weight);
             _tile_loadd(4, x + k, line);
-            _tile_loadd(6, weight, 64);
-            _tile_loadd(7, weight + BLOCK, 64);
+            _tile_stream_loadd(6, weight, 64);  // leaves the nearest cache to x
+            _tile_stream_loadd(7, weight + BLOCK, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(5, x + 16 * c.x_stride + k, line);
             _tile_dpbf16ps(1, 4, 7);
