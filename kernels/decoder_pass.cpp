@@ -1,6 +1,7 @@
-// All layers of a pass of few rows a sequence in one call; see decoder_pass.py. One team of threads
-// goes through all of it and meets between the steps of a layer; each step is the function that the
-// op beside it runs.
+// All layers of a pass of few rows a sequence in one call, and what lies between the attentions of
+// many; see decoder_pass.py. Of few rows, one team of threads goes through all and meets between the
+// steps of a layer; many are cut into blocks that a thread takes through all steps by itself. Each
+// step is the function that the op beside it runs.
 
 #include "few_rows.h"
 #include "packed_linear.h"
@@ -11,6 +12,7 @@
 extern "C" {
 int usable() { return 0; }
 void decoder_pass(const void*, const void*, const void*, int64_t) {}
+void between(const void*, const void*, const void*, const void*, void*, void*) {}
 }
 
 #else
@@ -46,28 +48,33 @@ struct Pass {
 struct Heads {
     const Pass& p;
     const Layer& layer;
-    const Place& place;
+    Place place;
     bf16* qkv;
 
     void prepare(int64_t first, int64_t rows, int64_t head, float* memory) const {
         const attention::Shape& s = p.shape;
-        const int64_t group = s.heads / s.key_heads, width = s.width;
         const int64_t key = s.heads + head, value = key + s.key_heads;
-        float *cos = memory, *sin = cos + width, *rest = sin + width;
         for (int64_t row = first; row < first + rows; row++) {
-            for (int64_t i = 0; i < width; i++) cos[i] = widen(p.cos[row * p.cos_stride + i]);
-            for (int64_t i = 0; i < width; i++) sin[i] = widen(p.sin[row * p.sin_stride + i]);
-            for (int64_t i = head * group; i < (head + 1) * group; i++)
-                turn(row, i, layer.q, cos, sin, rest);
-            turn(row, key, layer.k, cos, sin, rest);
-            add_bias(row, value);
+            turn_row(row, head, memory);
             const int64_t slot = p.slots[row];
             if (slot < 0) continue;
             std::memcpy(place.keys + head * s.keys_head + slot * s.keys_slot, at(row, key),
-                        2 * width);
+                        2 * s.width);
             std::memcpy(place.values + head * s.values_head + slot * s.values_slot, at(row, value),
-                        2 * width);
+                        2 * s.width);
         }
+    }
+
+    void turn_row(int64_t row, int64_t head, float* memory) const {
+        const attention::Shape& s = p.shape;
+        const int64_t group = s.heads / s.key_heads, width = s.width, key = s.heads + head;
+        float *cos = memory, *sin = cos + width, *rest = sin + width;
+        for (int64_t i = 0; i < width; i++) cos[i] = widen(p.cos[row * p.cos_stride + i]);
+        for (int64_t i = 0; i < width; i++) sin[i] = widen(p.sin[row * p.sin_stride + i]);
+        for (int64_t i = head * group; i < (head + 1) * group; i++)
+            turn(row, i, layer.q, cos, sin, rest);
+        turn(row, key, layer.k, cos, sin, rest);
+        add_bias(row, key + s.key_heads);
     }
 
     bf16* at(int64_t row, int64_t head) const {
@@ -102,6 +109,17 @@ void norm_rows(const bf16* x, const Norm& norm, bf16* y, int64_t rows, int64_t s
         norm_row(x + row * size, norm.weight, y + row * size, size, norm.eps);
 }
 
+void norm_block(const bf16* x, const Norm& norm, bf16* y, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++)
+        norm_row(x + row * size, norm.weight, y + row * size, size, norm.eps);
+}
+
+constexpr int64_t BLOCK = 256;  // rows that a thread takes along
+
+struct alignas(64) Line {  // tiles read whole lines of the cache
+    bf16 at[32];
+};
+
 }  // namespace
 
 extern "C" {
@@ -114,8 +132,8 @@ void decoder_pass(const Pass* pass, const Layer* layers, const Place* places, in
     const attention::Shape& s = p.shape;
     const int64_t mixed_size = s.heads * s.width, qkv_size = s.q_row;
     const int64_t wide = p.size + qkv_size + mixed_size + p.size + p.inner;
-    const std::unique_ptr<bf16[]> memory(new bf16[p.rows * wide]);
-    bf16 *normed = memory.get(), *qkv = normed + p.rows * p.size, *mixed = qkv + p.rows * qkv_size;
+    const std::unique_ptr<Line[]> memory(new Line[p.rows * wide / 32 + 1]);
+    bf16 *normed = memory[0].at, *qkv = normed + p.rows * p.size, *mixed = qkv + p.rows * qkv_size;
     bf16 *middle = mixed + p.rows * mixed_size, *inner = middle + p.rows * p.size;
 #pragma omp parallel
     {
@@ -155,6 +173,53 @@ void decoder_pass(const Pass* pass, const Layer* layers, const Place* places, in
                  product::ADD},
                 p.rows);
             x = place.out;
+        }
+    }
+}
+
+// From the attention of layer `done` to that of layer `next`, either null at an end of the stack:
+// mixed [rows, Hq D] and x -> out [rows, size], which may be x, and qkv [rows, (Hq + 2 Hk) D].
+void between(const Pass* pass, const Layer* done, const Layer* next, const bf16* mixed, bf16* out,
+             bf16* qkv) {
+    using product::Call, product::run_alone;
+    const Pass& p = *pass;
+    const attention::Shape& s = p.shape;
+    const int64_t mixed_size = s.heads * s.width, qkv_size = s.q_row;
+    const int64_t share = (p.rows + omp_get_max_threads() - 1) / omp_get_max_threads();
+    const int64_t block = std::min(BLOCK, (share + product::ROWS - 1) / product::ROWS * product::ROWS);
+#pragma omp parallel
+    {
+        const std::unique_ptr<Line[]> memory(new Line[block * (2 * p.size + p.inner) / 32 + 1]);
+        bf16 *normed = memory[0].at, *middle = normed + block * p.size;
+        bf16* inner = middle + block * p.size;
+        std::vector<float> turning(4 * s.width);
+#pragma omp for schedule(dynamic)
+        for (int64_t top = 0; top < p.rows; top += block) {
+            const int64_t rows = std::min(block, p.rows - top);
+            const bf16* x = p.x + top * p.size;
+            if (done) {
+                const bf16* read = mixed + top * mixed_size;
+                bf16* to = out + top * p.size;
+                run_alone({read, done->o, x, middle, mixed_size, p.size, p.size, mixed_size,
+                           product::ADD}, rows);
+                norm_block(middle, done->mlp, normed, rows, p.size);
+                run_alone({normed, done->gated, nullptr, inner, p.size, 0, p.inner, p.size,
+                           product::GATE}, rows);
+                run_alone({inner, done->down, middle, to, p.inner, p.size, p.size, p.inner,
+                           product::ADD}, rows);
+                x = to;
+            }
+            if (!next) continue;
+            if (next->input.weight) {
+                norm_block(x, next->input, normed, rows, p.size);
+                x = normed;
+            }
+            run_alone({x, next->qkv, nullptr, qkv + top * qkv_size, p.size, 0, qkv_size, p.size,
+                       product::NONE}, rows);
+            const Heads heads{p, *next, Place{}, qkv};
+            for (int64_t row = top; row < top + rows; row++)
+                for (int64_t head = 0; head < s.key_heads; head++)
+                    heads.turn_row(row, head, turning.data());
         }
     }
 }

@@ -8,6 +8,10 @@ much as they do. Here one team of threads goes through all of it; each step is t
 that the op beside it runs (`packed_linear`, `few_rows`, `rotary`, `rms_norm`, `kv_append`), so the
 result is bit for bit that of the ops called in turn, which is the definition (`models.lean`). For
 bfloat16 where the products have their own form; sequences have at most `few_rows.most_rows` rows.
+
+In a pass of many rows all but the attention is a row's own. There (`DecoderPass.between`) each
+thread takes blocks of rows from one attention to the next, through all steps while they lie in its
+cache, again with the very functions of the ops beside.
 """
 
 from __future__ import annotations
@@ -26,7 +30,11 @@ from .paged_attention import PagedRows
 
 _NATIVE = Native(
     "decoder_pass",
-    {"usable": [], "decoder_pass": [POINTER, POINTER, POINTER, INTEGER]},
+    {
+        "usable": [],
+        "decoder_pass": [POINTER, POINTER, POINTER, INTEGER],
+        "between": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER],
+    },
     returns=("usable",),
 )
 
@@ -178,6 +186,60 @@ class DecoderPass:
             ctypes.addressof(asked), self._table, places, len(self.layers)
         )
         return results
+
+    def between(
+        self,
+        done: int | None,
+        mixed: Tensor | None,
+        x: Tensor,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        keep: bool,
+    ) -> Tensor:
+        """From the attention of one layer to that of the next.
+
+        Args:
+            done: the layer whose attention is done; None before the first. mixed: [N, Hq D], what
+                it gave. x: [N, H] bfloat16, what entered that layer. qkv: [N, (Hq + 2 Hk) D],
+                overwritten by the next layer's normed and turned heads, where there is a next.
+                cos, sin: [N, D], see `rotate`. keep: leave x as it is.
+        Returns:
+            [N, H], what enters the next layer; x itself, overwritten, where it is not kept.
+        """
+        following = 0 if done is None else done + 1
+        assert x.is_contiguous() and qkv.is_contiguous() and x.dtype == qkv.dtype == torch.bfloat16
+        assert mixed is None or (mixed.is_contiguous() and mixed.dtype == torch.bfloat16)
+        assert cos.dtype == sin.dtype == torch.bfloat16 and cos.stride(1) == sin.stride(1) == 1
+        weights, out = self.layers[0], torch.empty_like(x) if keep else x
+        heads = weights.o.in_features // self.head_dim
+        shape = few_rows.Shape(
+            heads=heads,
+            key_heads=(qkv.shape[1] // self.head_dim - heads) // 2,
+            width=self.head_dim,
+            q_row=qkv.shape[1],
+        )
+        asked = _Pass(
+            shape=shape,
+            x=x.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            rows=x.shape[0],
+            size=x.shape[1],
+            inner=weights.gated.out_features,
+            cos_stride=cos.stride(0),
+            sin_stride=sin.stride(0),
+        )
+        _NATIVE.functions.between(
+            ctypes.addressof(asked),
+            None if done is None else ctypes.addressof(self._table[done]),
+            ctypes.addressof(self._table[following]) if following < len(self.layers) else None,
+            None if mixed is None else mixed.data_ptr(),
+            out.data_ptr(),
+            qkv.data_ptr(),
+        )
+        return out
 
 
 def _vectors(layer: LayerWeights) -> list[Tensor]:

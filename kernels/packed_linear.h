@@ -166,31 +166,56 @@ inline void step(const Call& c, int64_t pair, int64_t row, int64_t rows) {
 
 #endif
 
-// x [n, in] with in a multiple of 32 and unit stride -> y [n, out], contiguous. A task is a panel
-// of rows against a panel of columns whose weights stay near; x is read from the nearest cache, so
-// the columns are the inner loop. All threads of a team call it and leave it together.
-inline void run(const Call& call, int64_t n) {
-    const int64_t own = call.then == GATE ? COLUMNS : 2 * COLUMNS;
-    const int64_t pairs = (call.out + own - 1) / own, threads = omp_get_num_threads();
-    const int64_t share = (pairs + threads - 1) / threads;
-    const int64_t near = std::max<int64_t>(1, NEAR / (call.in / K * PAIR * sizeof(bf16)));
-    const int64_t cuts = n > ROWS ? (share + near - 1) / near : 1;  // of a thread's columns
-    const int64_t wide = (share + cuts - 1) / cuts;
-    int64_t now = 0;  // the rows that the tiles are set to
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t top = 0; top < n; top += PANEL)
-        for (int64_t left = 0; left < pairs; left += wide)
-            for (int64_t row = top; row < std::min(n, top + PANEL); row += ROWS) {
-                const int64_t rows = std::min(ROWS, n - row);
-                if (rows != now)
-                    configure(std::min<int64_t>(rows, 16), std::max<int64_t>(rows - 16, 0));
-                now = rows;
-                for (int64_t pair = left; pair < std::min(pairs, left + wide); pair++)
-                    step(call, pair, row, rows);
-            }
+// Rows top .. end - 1 against pairs left .. right - 1 whose weights stay near; x is read from the
+// nearest cache, so the columns are the inner loop. `now`: the rows that the tiles are set to.
+inline void panel(const Call& call, int64_t top, int64_t end, int64_t left, int64_t right,
+                  int64_t& now) {
+    for (int64_t row = top; row < end; row += ROWS) {
+        const int64_t rows = std::min(ROWS, end - row);
+        if (rows != now)
+            configure(std::min<int64_t>(rows, 16), std::max<int64_t>(rows - 16, 0));
+        now = rows;
+        for (int64_t pair = left; pair < right; pair++) step(call, pair, row, rows);
+    }
+}
+
+inline void release(int64_t now) {
 #ifdef __AMX_BF16__
     if (now) _tile_release();
 #endif
+}
+
+// Pairs in a row of the weights, and how many of them stay near.
+inline int64_t pairs_of(const Call& call) {
+    const int64_t own = call.then == GATE ? COLUMNS : 2 * COLUMNS;
+    return (call.out + own - 1) / own;
+}
+inline int64_t near_of(const Call& call) {
+    return std::max<int64_t>(1, NEAR / (call.in / K * PAIR * sizeof(bf16)));
+}
+
+// x [n, in] with in a multiple of 32 and unit stride -> y [n, out], contiguous. A task is a panel
+// of rows against a panel of columns. All threads of a team call it and leave it together.
+inline void run(const Call& call, int64_t n) {
+    const int64_t pairs = pairs_of(call), near = near_of(call), threads = omp_get_num_threads();
+    const int64_t share = (pairs + threads - 1) / threads;
+    const int64_t cuts = n > ROWS ? (share + near - 1) / near : 1;  // of a thread's columns
+    const int64_t wide = (share + cuts - 1) / cuts;
+    int64_t now = 0;
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t top = 0; top < n; top += PANEL)
+        for (int64_t left = 0; left < pairs; left += wide)
+            panel(call, top, std::min(n, top + PANEL), left, std::min(pairs, left + wide), now);
+    release(now);
+}
+
+// The same for rows that one thread has for itself, of which x stays near.
+inline void run_alone(const Call& call, int64_t n) {
+    const int64_t pairs = pairs_of(call), near = near_of(call);
+    int64_t now = 0;
+    for (int64_t left = 0; left < pairs; left += near)
+        panel(call, 0, n, left, std::min(pairs, left + near), now);
+    release(now);
 }
 
 // Whether this processor runs it; asks for the matrix tiles where they are used.

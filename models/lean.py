@@ -5,8 +5,8 @@ In a decode pass of a small target, module calls and unfused elementwise steps c
 matrix products. These layers compute the same function from the same weights (tests hold them
 against transformers' own in float64); they carry no gradient. q, k and v are one product; the
 activation, the gate's product and both residual sums ride on the products that precede them. Where
-the rows of a pass are few in every sequence, all layers are one call (`kernels.decoder_pass`), bit
-for bit the same.
+the rows of a pass are few in every sequence, all layers are one call (`kernels.decoder_pass`); of
+many rows, all between two attentions is one. Both are bit for bit the same.
 
     llama     as it is
     mistral   a sliding window
@@ -29,6 +29,8 @@ from ..kernels.rotary import rotate
 from .attention import AttentionContext, OverPages
 from .norm import RMSNorm, added, own_norm
 
+_MANY = 128
+"""Rows a thread from which on a pass goes in blocks of rows."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -193,6 +195,8 @@ class LeanStack:
         if done is not None:
             below = {0: embeds} if 0 in boundaries else {}
             return below | {layer + 1: states for layer, states in done.items()}
+        if self.fused is not None and embeds.shape[0] >= _MANY * torch.get_num_threads():
+            return _in_blocks(self.layers, self.fused, embeds, cos, sin, context, boundaries)
         caught: dict[int, Tensor] = {}
         x = embeds
         for layer in self.layers:
@@ -246,6 +250,37 @@ def _in_one_call(
     like = x.new_empty(first.kv_heads, 1, first.head_dim)
     pages = context.few_rows(range(first.index, first.index + len(layers)), like)
     return None if pages is None else fused(x, cos, sin, pages, kept, read)
+
+
+def _in_blocks(
+    layers: list[LeanLayer],
+    fused: DecoderPass,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    context: AttentionContext,
+    boundaries: tuple[int, ...],
+) -> dict[int, Tensor]:
+    """Boundaries, and the last one always, of a pass of many rows (see `DecoderPass.between`)."""
+    x, rows, first = x.contiguous(), x.shape[0], layers[0]
+    caught = {0: x}
+    qkv = x.new_empty(rows, first.qkv.out_features)
+    fused.between(None, None, x, qkv, cos, sin, keep=False)
+    for done, layer in enumerate(layers):
+        q, k, v = (
+            part.transpose(0, 1)[None]
+            for part in qkv.view(rows, -1, layer.head_dim).split(
+                (layer.q_heads, layer.kv_heads, layer.kv_heads), 1
+            )
+        )
+        mixed = context.attend(
+            layer.index, q, k, v, scaling=layer.scaling, window=layer.window, softcap=None
+        )
+        mixed = mixed.reshape(rows, -1).contiguous()
+        keep = done == 0 or done in boundaries  # the first is the caller's
+        x = fused.between(done, mixed, x, qkv, cos, sin, keep=keep)
+        caught[done + 1] = x
+    return {k: state for k, state in caught.items() if k in boundaries or k == len(layers)}
 
 
 def _inference_norm(module: nn.Module) -> nn.Module:

@@ -58,23 +58,37 @@ def in_turn(
 ) -> Tensor:
     """The definition."""
 
-    def normed(norm: Norm, rows: Tensor) -> Tensor:
-        return rows if norm.weight is None else rms_norm(rows, norm.weight, norm.eps)
-
-    product = layer.qkv(normed(layer.input_norm, x) if read is None else read)
-    if layer.bias is not None:
-        product += layer.bias
+    product = turned(layer, normed(layer.input_norm, x) if read is None else read, cos, sin)
     heads = product.view(len(x), HEADS + 2 * KEY_HEADS, -1)
     q, k, v = heads.split((HEADS, KEY_HEADS, KEY_HEADS), 1)
-    for norm, part in ((layer.q_norm, q), (layer.k_norm, k)):
-        part.copy_(normed(norm, part.reshape(-1, part.shape[2])).view(part.shape))
-        rotate(part, cos, sin)
     keys, values = pages.keys[index], pages.values[index]
     kv_append(keys, values, k.transpose(0, 1), v.transpose(0, 1), pages.slots)
     mixed = few_rows_attention(
         q.transpose(0, 1), keys, values, pages.rows, scaling=0.2, window=layer.window
     )
-    x = layer.o(mixed.reshape(len(x), -1), "add", x)
+    return after(layer, mixed.reshape(len(x), -1), x)
+
+
+def normed(norm: Norm, rows: Tensor) -> Tensor:
+    return rows if norm.weight is None else rms_norm(rows, norm.weight, norm.eps)
+
+
+def turned(layer: LayerWeights, read: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What the attention reads, [N, (Hq + 2 Hk) D]."""
+    product = layer.qkv(read)
+    if layer.bias is not None:
+        product += layer.bias
+    heads = product.view(len(read), HEADS + 2 * KEY_HEADS, -1)
+    q, k, _ = heads.split((HEADS, KEY_HEADS, KEY_HEADS), 1)
+    for norm, part in ((layer.q_norm, q), (layer.k_norm, k)):
+        part.copy_(normed(norm, part.reshape(-1, part.shape[2])).view(part.shape))
+        rotate(part, cos, sin)
+    return product
+
+
+def after(layer: LayerWeights, mixed: Tensor, x: Tensor) -> Tensor:
+    """The layer's result from what its attention gave."""
+    x = layer.o(mixed, "add", x)
     return layer.down(layer.gated(normed(layer.mlp_norm, x)), "add", x)
 
 
@@ -146,6 +160,24 @@ def test_a_layer_that_reads_something_else(wide: int):
     read = torch.randn(n, wide).bfloat16() if wide > SIZE else None
     out = DecoderPass([layer], 64, 0.2)(x, cos, sin, pages, read=read)[0]
     assert torch.equal(out, in_turn(layer, x, cos, sin, pages, 0, read))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "biases and norms"])
+def test_blocks_of_many_rows_between_attentions(special: bool):
+    """Bit for bit the ops in turn, at both ends of the stack, too; x stays where it is kept."""
+    torch.manual_seed(5)
+    layers = [weights(64, SIZE, special, None, norm) for norm in (True, False)]
+    x, cos, sin, mixed = (torch.randn(300, n).bfloat16() for n in (SIZE, 64, 64, HEADS * 64))
+    qkv = x.new_full((300, (HEADS + 2 * KEY_HEADS) * 64), torch.nan)
+    fused, given = DecoderPass(layers, 64, 0.2), x.clone()
+    assert fused.between(None, None, x, qkv, cos, sin, keep=False) is x and torch.equal(x, given)
+    assert torch.equal(qkv, turned(layers[0], normed(layers[0].input_norm, x), cos, sin))
+    out = fused.between(0, mixed, x, qkv, cos, sin, keep=True)
+    assert torch.equal(x, given) and torch.equal(out, after(layers[0], mixed, x))
+    assert torch.equal(qkv, turned(layers[1], out, cos, sin))
+    expected, before = after(layers[1], mixed, out), qkv.clone()
+    assert fused.between(1, mixed, out, qkv, cos, sin, keep=False) is out
+    assert torch.equal(out, expected) and torch.equal(qkv, before)
 
 
 def test_float32_is_left_alone():
