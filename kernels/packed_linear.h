@@ -30,10 +30,17 @@ constexpr int64_t PANEL = 256;  // rows of a task
 constexpr int64_t NEAR = 1 << 19;  // bytes of weights that stay near while its rows pass by
 constexpr int64_t AHEAD = 8;       // pairs of blocks that are fetched early
 
+// x / (1 + 2^(-x log2(e))), within 3 units of float32 where e^-x is in its reach.
 inline __m512 silu(__m512 x) {
-    const __m512 low = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(-88.0f));
-    const __m512 e = exponential(_mm512_min_ps(low, _mm512_set1_ps(88.0f)));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+    const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+    const __m512 t = _mm512_min_ps(_mm512_set1_ps(115.0f), scaled);
+    const __m512 f = _mm512_reduce_ps(t, 1);
+    __m512 p = _mm512_set1_ps(0.00186713098f);
+    for (float c : {0.00901702833f, 0.0557999146f, 0.24016445f, 0.693151312f, 1.0f})
+        p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    const __m512 d = _mm512_add_ps(_mm512_scalef_ps(p, t), _mm512_set1_ps(1.0f));
+    const __m512 r = _mm512_rcp14_ps(d);
+    return _mm512_mul_ps(x, _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r));
 }
 
 struct Call {
