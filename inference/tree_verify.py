@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..kernels.accept import draw
 from ..kernels.accept_tree import Trees, accept_trees
-from ..kernels.top_two import top_two
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool
@@ -22,7 +21,7 @@ from .sampler import check_finite, laws
 from .sequence import Lead, Sequence
 from .tree import depths_of, rows_of
 from .upload import upload
-from .verifier import Verdict, note_logprobs
+from .verifier import Verdict, best_of, note_logprobs
 
 
 def verify_trees(
@@ -37,7 +36,7 @@ def verify_trees(
     raw = logits
     if any(sequence.params.edits_logits for sequence in sequences):
         logits = row_logits(raw, _texts(sequences, proposals))
-    best, choices, second = top_two(logits)
+    best, choices, second = best_of(logits, leads=not all(one.tokens for one in proposals))
     if not bool(torch.isfinite(best).all()):
         check_finite(logits, f"verify rows of {[sequence.id for sequence in sequences][:4]}")
     if all(sequence.params.greedy for sequence in sequences):

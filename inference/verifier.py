@@ -106,12 +106,7 @@ class _Judge:
     def _greedy(self, indices: list[int]) -> None:
         """One pass over all rows, which also finds those that are not finite."""
         plain = [index for index in indices if not self.drafts[index]]
-        # Who drafts asks for no lead; on a GPU the next best takes another read of all logits.
-        if plain or self.logits.device.type == "cpu":
-            best, choices, second = top_two(self.logits)
-        else:
-            best, choices = self.logits.max(-1)
-            second = best
+        best, choices, second = best_of(self.logits, leads=bool(plain))
         # One transfer to the host says both.
         decided = torch.where(torch.isfinite(best), choices, -1).tolist()
         if min(decided) < 0:
@@ -236,6 +231,15 @@ def _packed(known: list[DraftLaw | None], size: int) -> tuple[Tensor | None, Ten
     columns = torch.full((size,), -1, device=ids.device)
     columns[ids] = torch.arange(len(ids), device=ids.device)
     return table, columns
+
+
+def best_of(logits: Tensor, leads: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The target's own choices: see `top_two`. The next best is right only where `leads` asks for
+    it, since on a GPU it takes another read of all logits."""
+    if leads or logits.device.type == "cpu":
+        return top_two(logits)
+    best, choices = logits.max(-1)
+    return best, choices, best
 
 
 def note_logprobs(
