@@ -228,9 +228,9 @@ class KVPool:
             return
         if self.mirror:
             self.mirror("forget", pages, page_size)
-        slots = torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
+        slots = [page * page_size + i for page in pages for i in range(page_size)]
         for tensor in self._held():
-            tensor[:, slots.to(tensor.device)] = float("nan")
+            tensor[:, upload(slots, tensor.device)] = float("nan")
 
     def _held(self, num_layers: int | None = None) -> list[Tensor]:
         """Keys and values of the first layers (all of them), each memory once."""
