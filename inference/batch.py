@@ -180,9 +180,11 @@ class BatchTrees:
     """The trees of a batch's sequences.
 
     Attributes:
-        tables: of B trees. columns: [B] the slots that each tree takes.
+        parents: of B trees, see `Batch.build`. tables: of the same. columns: [B] the slots that
+            each tree takes.
     """
 
+    parents: list[list[int]]
     tables: TreeTables
     columns: list[int]
 
@@ -193,8 +195,8 @@ class BatchTrees:
         most = max(columns)
         padded = [each + [ABSENT] * (most - len(each)) for each in parents]
         height = max(max(depths_of(each)) for each in parents)
-        table = torch.tensor(padded, dtype=torch.int64).to(device)
-        return cls(build_trees(table, height), columns)
+        table = upload(padded, device, torch.int64)
+        return cls(parents, build_trees(table, height), columns)
 
     def ancestry(self, index: int, rows: int) -> Tensor:
         """[rows, C] of a sequence's last rows over its tree, see `tree_build`."""
@@ -210,8 +212,8 @@ class BatchTrees:
             for index, (first, end) in enumerate(borders)
             for row in range(end - first)
         ]
-        place = torch.tensor([trees, rows], device=positions.device)
-        columns = torch.tensor(self.columns, device=positions.device)
+        place = upload([trees, rows], positions.device)
+        columns = upload(self.columns, positions.device)
         return DraftedRows(self.tables.ancestry[place[0], place[1]], columns, positions)
 
 
@@ -222,7 +224,7 @@ def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | 
         b - a == 1 for a, b in zip(pages[:-1], pages[1:], strict=True)
     ):
         return slice(pages[0] * size, pages[0] * size + length)
-    base = torch.tensor(pages, device=device)[:, None] * size + torch.arange(size, device=device)
+    base = upload(pages, device)[:, None] * size + torch.arange(size, device=device)
     return base.flatten()[:length]
 
 

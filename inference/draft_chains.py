@@ -10,6 +10,7 @@ from .drafters import Proposal
 from .processors import Row, row_logits
 from .sampler import laws
 from .sequence import Sequence
+from .upload import upload
 
 
 class DraftChains:
@@ -42,13 +43,12 @@ class DraftChains:
         else:
             columns = torch.empty(len(active), dtype=torch.int64, device=logits.device)
         if drawing:
-            at = torch.tensor(drawing, device=logits.device)
+            at = upload(drawing, logits.device)
             chosen = logits if len(drawing) == len(active) else logits[at]
             params = [rows[row].sequence.params for row in drawing]
             law = laws(chosen, params)
             uniforms = [rows[row].sequence.uniforms(1)[0] for row in drawing]
-            draws = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
-            columns[at] = draw_rows(law, draws)
+            columns[at] = draw_rows(law, upload(uniforms, logits.device, torch.float64))
             self._laws.append(([active[row] for row in drawing], law))
         tokens = columns if self.ids is None else self.ids[columns]
         for index, column, token in zip(active, columns.tolist(), tokens.tolist(), strict=True):
@@ -67,7 +67,7 @@ class DraftChains:
         shape = len(self.sequences), max(len(chain) for chain in self.tokens), first.shape[1]
         table = first.new_empty(shape)
         for step, (drawn, law) in enumerate(self._laws):
-            table[torch.tensor(drawn, device=table.device), step] = law
+            table[upload(drawn, table.device), step] = law
         drew = set(self._laws[0][0])
         return [
             Proposal(chain, DraftLaw(table[index, : len(chain)], self.ids))

@@ -137,18 +137,22 @@ class Follower:
 
     def _context(self, number: int, values: list[int]) -> PagedContext:
         """The batch that `Leader.batch` wrote: pool, first layer, page size; by sequence how many
-        slots hold keys, how many of the last of them are rows of this call, and the pages."""
+        slots hold keys, how many of the last of them are rows of this call, its tree if it has
+        one (see `Batch.build`) behind its size, and the pages."""
         pool, first_layer, page_size, *rest = values
         device = self.things[number].fed.device
-        parts, place = [], 0
+        parts, trees, place = [], [], 0
         while place < len(rest):
-            length, count = rest[place : place + 2]
-            place += 2 + -(-length // page_size)
-            pages = rest[place - -(-length // page_size) : place]
+            length, count, columns = rest[place : place + 3]
+            tree = place + 3
+            place = tree + columns + -(-length // page_size)
+            pages = rest[tree + columns : place]
+            trees.append(rest[tree : tree + columns])
             sequence = Sequence("", [], 0, self._params, self._generator, length)
             sequence.pages, sequence.page_size = pages, page_size
             parts.append((sequence, length - count, [0] * count))
-        return PagedContext(self.pools[pool], Batch.build(parts, device), first_layer)
+        batch = Batch.build(parts, device, trees if any(trees) else None)
+        return PagedContext(self.pools[pool], batch, first_layer)
 
 
 def _fed(width: int, dtype: str, device: str) -> Tensor:

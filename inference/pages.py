@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.kv_append import is_prefix
-from ..kernels.kv_move import copy_pages
+from ..kernels.kv_move import compact_paths, copy_pages
 from .prefix import PrefixCache
+from .upload import upload
 
 
 class PageAllocator:
@@ -189,10 +190,36 @@ class KVPool:
         """Copy one page, in every layer that has been written."""
         if self.mirror:
             self.mirror("copy", source, target, page_size)
-        for tensor in [*self.keys, *self.values]:
-            if tensor is not None:
-                pages = torch.tensor([[source], [target]], device=tensor.device)
+        held = self._held()
+        if held:
+            pages = upload([[source], [target]], held[0].device)
+            for tensor in held:
                 copy_pages(tensor, pages[0], pages[1], page_size)
+
+    @torch.inference_mode()
+    def close_up(
+        self,
+        tables: list[list[int]],
+        page_size: int,
+        first: list[int],
+        paths: list[list[int]],
+        num_layers: int,
+    ) -> None:
+        """Move the kept rows of several trees, in the first `num_layers` layers, to where they
+        belong as text (`kernels.compact_paths`).
+
+        Args:
+            tables: the pages of each sequence. first: the position of each tree's first row. paths:
+                ascending offsets of the kept rows from it.
+        """
+        if self.mirror:
+            self.mirror("close_up", tables, page_size, first, paths, num_layers)
+        held = self._held(num_layers)
+        if held:
+            device = held[0].device
+            pages = upload(_even(tables, 0), device, torch.int32)
+            moves = upload(_even(paths, -1), device)
+            compact_paths(held, pages, page_size, upload(first, device), moves)
 
     @torch.inference_mode()
     def forget(self, pages: list[int], page_size: int) -> None:
@@ -201,10 +228,19 @@ class KVPool:
             return
         if self.mirror:
             self.mirror("forget", pages, page_size)
-        slots = torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
-        for tensor in [*self.keys, *self.values]:
-            if tensor is not None:
-                tensor[:, slots.to(tensor.device)] = float("nan")
+        slots = [page * page_size + i for page in pages for i in range(page_size)]
+        for tensor in self._held():
+            tensor[:, upload(slots, tensor.device)] = float("nan")
+
+    def _held(self, num_layers: int | None = None) -> list[Tensor]:
+        """Keys and values of the first layers (all of them), each memory once."""
+        pairs = zip(self.keys[:num_layers], self.values[:num_layers], strict=True)
+        return [tensor for pair in pairs for tensor in pair if tensor is not None]
+
+
+def _even(rows: list[list[int]], fill: int) -> list[list[int]]:
+    longest = max(map(len, rows))
+    return [row + [fill] * (longest - len(row)) for row in rows]
 
 
 def _zeros(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device) -> Tensor:

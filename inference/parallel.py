@@ -135,11 +135,6 @@ class Leader:
                 f"a target on several ranks runs the engine's batches, no {type(context).__name__}"
             )
         pool, batch = context.pool, context.batch
-        if batch.trees is not None:
-            raise ValueError(
-                f"engine.tree on {self.group.size} ranks: the others are told of chains only; set "
-                "engine.tree.kind=none, or run one process"
-            )
         fields = [field.name for field in dataclasses.fields(batch)]
         told = ["sequences", "starts", "tokens", "positions", "slots", "lengths", "trees"]
         assert fields == told, "a batch has something that the other ranks are not told"
@@ -149,12 +144,14 @@ class Leader:
             self.announce(Call.POOL, number, len(pool.keys), pool.num_slots, int(pool.poison))
             # The pool must not be kept alive by what it calls.
             pool.mirror = _Mirror(self, number)
-        numbers = [number, context.first_layer, batch.sequences[0].page_size]
-        for sequence, (first, end), length in zip(
-            batch.sequences, itertools.pairwise(batch.starts), batch.lengths, strict=True
+        size, trees = batch.sequences[0].page_size, batch.trees
+        numbers = [number, context.first_layer, size]
+        for index, (sequence, length) in enumerate(
+            zip(batch.sequences, batch.lengths, strict=True)
         ):
-            pages = sequence.pages[: -(-length // sequence.page_size)]
-            numbers += [length, end - first, *pages]
+            parents = [] if trees is None else trees.parents[index]
+            numbers += [length, batch.starts[index + 1] - batch.starts[index], len(parents)]
+            numbers += [*parents, *sequence.pages[: -(-length // size)]]
         return numbers
 
     def memory(self) -> list[RankMemory]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .sequence import Sequence
+from .upload import upload
 
 
 class Row(NamedTuple):
@@ -55,7 +56,7 @@ def _mask(logits: Tensor, rows: Rows[Row], ids: Tensor | None) -> None:
     found = [(index, asked.columns(row, logits.shape[1])) for index, row in enumerate(rows)]
     masked = [(index, columns) for index, columns in found if columns is not None]
     if masked:
-        at = torch.tensor([index for index, _ in masked], device=logits.device)
+        at = upload([index for index, _ in masked], logits.device)
         allowed = torch.stack([columns for _, columns in masked]).to(logits.device)
         logits[at] = logits[at].masked_fill(~allowed, float("-inf"))
 
@@ -141,7 +142,7 @@ def _penalise(logits: Tensor, rows: Rows[Row], ids: Tensor | None) -> None:
         for token in set(rows[index].drafts)
     ]
     parts = [text, tuple(np.array(values) for values in zip(*drafted, strict=True))]
-    settings = torch.tensor(
+    settings = upload(
         [
             (
                 row.sequence.params.repetition_penalty,
@@ -150,8 +151,8 @@ def _penalise(logits: Tensor, rows: Rows[Row], ids: Tensor | None) -> None:
             )
             for row in rows
         ],
-        dtype=logits.dtype,
-        device=logits.device,
+        logits.device,
+        logits.dtype,
     )
     before = logits.view(-1)
     results = []

@@ -30,6 +30,7 @@ from .head_drafter import HeadDrafter
 from .sampler import probabilities
 from .sequence import Sequence
 from .tree import Path, TreeConfig
+from .upload import upload
 
 
 @dataclass
@@ -81,6 +82,8 @@ class TreeHeadDrafter(HeadDrafter):
         if tree.kind == "none":
             raise ValueError("engine.tree.kind=none drafts chains; choose static or dynamic")
         self.tree = tree
+        # On the host, where trees are put together.
+        self._ids = None if draft_ids is None else draft_ids.tolist()
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
@@ -120,10 +123,10 @@ class TreeHeadDrafter(HeadDrafter):
         if logits.dtype != torch.float64:
             logits = logits.float()
         widths = [self._widths(trees[index], depths[index]) for index in active]
+        best = logits.topk(min(max(map(max, widths)), logits.shape[1]), -1)
         # Clamped, for rounding must not lift a child above its parent.
-        ranked = torch.log_softmax(logits, -1).clamp_(max=0)
-        best = ranked.topk(min(max(map(max, widths)), ranked.shape[1]), -1)
-        chances, tokens = best.values.tolist(), best.indices.tolist()
+        ranked = (best.values - logits.logsumexp(-1, keepdim=True)).clamp_(max=0)
+        chances, tokens = ranked.tolist(), best.indices.tolist()
         for index, wide in zip(active, widths, strict=True):
             tree, sequence = trees[index], sequences[index]
             leaves, tree.leaves = tree.leaves, []
@@ -167,7 +170,7 @@ class TreeHeadDrafter(HeadDrafter):
 
     def _offer(self, sequence: Sequence, leaf: _Node, found: list[int]) -> list[int]:
         """The target's ids of a leaf's children."""
-        return found if self.draft_ids is None else self.draft_ids[found].tolist()
+        return found if self._ids is None else [self._ids[column] for column in found]
 
     def _row_each(
         self,
@@ -190,7 +193,7 @@ class TreeHeadDrafter(HeadDrafter):
             parts.append((sequence, first, [tree.tokens[leaf.index] for leaf in tree.leaves]))
             parents.append(list(tree.columns))
         batch = Batch.build(parts, recycled.device, parents)
-        hidden = recycled[torch.tensor(fed, device=recycled.device)]
+        hidden = recycled[upload(fed, recycled.device)]
         out = self._run(batch, batch.tokens, hidden, level)
         return out.drafted, out.recycled
 
@@ -209,7 +212,7 @@ class TreeHeadDrafter(HeadDrafter):
                 leaf.row = row
         parts = [(sequences[i], len(sequences[i].tokens) - 1, [0]) for i in active]
         batch = Batch.build(parts, recycled.device)
-        hidden = recycled[torch.tensor(rows, device=recycled.device)]
+        hidden = recycled[upload(rows, recycled.device)]
         out = self._run(batch, batch.tokens, hidden, level)
         return out.drafted, out.recycled
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..kernels.accept import draw
 from ..kernels.accept_tree import Trees, accept_trees
-from ..kernels.kv_move import compact_paths
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool
@@ -21,6 +20,7 @@ from .processors import Row, row_logits
 from .sampler import check_finite, laws
 from .sequence import Lead, Sequence
 from .tree import depths_of, rows_of
+from .upload import upload
 from .verifier import Verdict, best_of, note_logprobs
 
 
@@ -117,11 +117,11 @@ def _trees(
         columns[ids] = torch.arange(len(ids), device=device)
     return Trees(
         tokens.to(device),
-        torch.tensor(batch.starts, device=device),
+        upload(batch.starts, device),
         batch.trees.tables.first_child,
         batch.trees.tables.next_sibling,
-        ~torch.tensor(walked, device=device),  # a coupled request's result is not read
-        torch.tensor(drawn, device=device),
+        ~upload(walked, device),  # a coupled request's result is not read
+        upload(drawn, device),
         uniforms.to(device),
         height,
         torch.cat(drafted_laws) if drafted_laws else None,
@@ -179,17 +179,10 @@ def close_up(pool: KVPool, batch: Batch, paths: list[list[int]], num_layers: int
     moved = [index for index, path in enumerate(paths) if path[-1] >= len(path)]
     if not moved:
         return
-    device, longest = batch.tokens.device, max(len(paths[index]) for index in moved)
-    sizes = [batch.starts[index + 1] - batch.starts[index] for index in moved]
-    first = torch.tensor(
-        [batch.lengths[index] - size for index, size in zip(moved, sizes, strict=True)],
-        device=device,
-    )
-    path = torch.tensor(
-        [paths[index] + [-1] * (longest - len(paths[index])) for index in moved], device=device
-    )
-    pages = batch.paged.pages[torch.tensor(moved, device=device)]
-    both = zip(pool.keys[:num_layers], pool.values[:num_layers], strict=True)
-    # Values may be a part of the keys.
-    pools = [tensor for pair in both for tensor in pair if tensor is not None]
-    compact_paths(pools, pages, batch.paged.page_size, first, path)
+    size = batch.sequences[0].page_size
+    first, tables = [], []
+    for index in moved:
+        length = batch.lengths[index]
+        first.append(length - (batch.starts[index + 1] - batch.starts[index]))
+        tables.append(batch.sequences[index].pages[: -(-length // size)])
+    pool.close_up(tables, size, first, [paths[index] for index in moved], num_layers)

@@ -25,6 +25,7 @@ from .drafters import Proposal
 from .processors import Row, row_logits
 from .sampler import check_finite, laws
 from .sequence import Lead, Sequence, TokenLogprobs
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _Judge:
         """One draw for each token of the answer, as in plain decoding."""
         law = self._law(indices)
         uniforms = [u for i in indices for u in self.sequences[i].foreseen(len(self.drafts[i]) + 1)]
-        drawn = draw_rows(law, torch.tensor(uniforms, dtype=torch.float64).to(law.device)).tolist()
+        drawn = draw_rows(law, upload(uniforms, law.device, torch.float64)).tolist()
         decided = [-1] * self.starts[-1]
         for index in indices:
             first, end = self.starts[index], self.starts[index + 1]
@@ -150,10 +151,8 @@ class _Judge:
     def _typical(self, indices: list[int]) -> None:
         law = self._law(indices)
         asked = [self.sequences[index].params for index in indices]
-        limits = torch.tensor(
-            [(one.typical_threshold, one.typical_scale) for one in asked], dtype=torch.float64
-        )
-        threshold, scale = limits.T.to(law.device)
+        limits = [(one.typical_threshold, one.typical_scale) for one in asked]
+        threshold, scale = upload(limits, law.device, torch.float64).T
         self._settle(indices, accept_typical(self._chains(indices), law, threshold, scale))
 
     def _settle(self, indices: list[int], judged: tuple[Tensor, Tensor]) -> None:
@@ -178,7 +177,7 @@ class _Judge:
         rows = [
             row for index in indices for row in range(self.starts[index], self.starts[index + 1])
         ]
-        return laws(self.logits[torch.tensor(rows, device=self.logits.device)], params)
+        return laws(self.logits[upload(rows, self.logits.device)], params)
 
     def _chains(self, indices: list[int]) -> Chains:
         """What was drafted for some sequences, with their draws."""
@@ -193,16 +192,15 @@ class _Judge:
         known = [self.proposals[index].law for index in indices]
         law, columns = _packed(known, size)
         padded = [chain + [-1] * (most - len(chain)) for chain in drafts]
-        flags = torch.tensor([[False] * len(known), [one is not None for one in known]])
-        greedy, drawn = flags.to(device)
+        greedy, drawn = upload([[False] * len(known), [one is not None for one in known]], device)
         return Chains(
-            torch.tensor(padded, dtype=torch.int64).to(device),
-            torch.tensor(starts).to(device),
+            upload(padded, device, torch.int64),
+            upload(starts, device),
             greedy,
             drawn,
-            torch.tensor(
-                [one + [0.0] * (most + 1 - len(one)) for one in uniforms], dtype=torch.float64
-            ).to(device),
+            upload(
+                [one + [0.0] * (most + 1 - len(one)) for one in uniforms], device, torch.float64
+            ),
             law,
             columns,
         )
@@ -265,8 +263,8 @@ def note_logprobs(
         rows += [starts[index], *(starts[index] + 1 + i for i in kept)]
         tokens += [*(drafts[index][i] for i in kept), verdict.following[index]]
     most = max(sequences[index].params.logprobs or 0 for index in asking)
-    law = torch.log_softmax(logits[torch.tensor(rows, device=logits.device)], -1)
-    taken = law.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    law = torch.log_softmax(logits[upload(rows, logits.device)], -1)
+    taken = law.gather(1, upload(tokens, logits.device)[:, None])[:, 0].tolist()
     values, ids = (found.tolist() for found in law.topk(min(most, law.shape[1]), -1))
     place = 0
     for index in asking:

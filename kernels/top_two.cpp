@@ -4,67 +4,58 @@
 
 namespace {
 
-// The best two of every LANES-th value.
+constexpr int64_t BLOCK = 256;
+
+// The best two of the values so far.
 template <class W>
-struct Lanes {
-    static constexpr int64_t LANES = 64 / sizeof(W);
-    W high[LANES], second[LANES];
-    int32_t at[LANES], strange[LANES];  // strange: a value that is no number
+struct Two {
+    W high = -INFINITY, second = -INFINITY;
+    int64_t at = 0;
 
-    Lanes() {
-        for (int64_t l = 0; l < LANES; l++) {
-            high[l] = second[l] = -INFINITY;
-            at[l] = int32_t(l);
-            strange[l] = 0;
+    void take(W value, int64_t place) {
+        if (value > high) {
+            second = high;
+            high = value;
+            at = place;
+        } else if (value > second) {
+            second = value;
         }
-    }
-
-    template <class T>
-    void take(const T* in, int64_t first, int64_t count) {
-#pragma omp simd
-        for (int64_t l = 0; l < count; l++) {
-            const W value = widen(in[first + l]);
-            const bool up = value > high[l];
-            const W lower = up ? high[l] : value;
-            second[l] = lower > second[l] ? lower : second[l];
-            at[l] = up ? int32_t(first + l) : at[l];
-            high[l] = up ? value : high[l];
-            strange[l] |= value != value;
-        }
-    }
-
-    void finish(W& best, int64_t& place, W& next) const {
-        int64_t top = 0;
-        bool any = strange[0];
-        for (int64_t l = 1; l < LANES; l++) {
-            any |= strange[l];
-            if (high[l] > high[top] || (high[l] == high[top] && at[l] < at[top])) top = l;
-        }
-        next = second[top];
-        for (int64_t l = 0; l < LANES; l++)
-            if (l != top && high[l] > next) next = high[l];
-        best = any ? W(NAN) : high[top];
-        place = at[top];
     }
 };
+
+// A block is looked into only where its best passes the second so far, which few do.
+template <class T>
+Two<wide<T>> two_of(const T* in, int64_t size) {
+    using W = wide<T>;
+    Two<W> two;
+    int32_t strange = 0;  // a value that is no number
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t end = first + BLOCK < size ? first + BLOCK : size;
+        W top = -INFINITY;
+#pragma omp simd reduction(max : top) reduction(| : strange)
+        for (int64_t i = first; i < end; i++) {
+            const W value = widen(in[i]);
+            top = value > top ? value : top;
+            strange |= value != value;
+        }
+        if (top > two.second)
+            for (int64_t i = first; i < end; i++) two.take(widen(in[i]), i);
+    }
+    if (strange) two.high = W(NAN);
+    return two;
+}
 
 }  // namespace
 
 template <class T>
 static void run(const T* x, int64_t stride, T* best, int64_t* place, T* next, int64_t n,
                 int64_t size) {
-    using W = wide<T>;
 #pragma omp parallel for schedule(static) if (n > 1)
     for (int64_t row = 0; row < n; row++) {
-        const int64_t whole = size / Lanes<W>::LANES * Lanes<W>::LANES;
-        Lanes<W> lanes;
-        for (int64_t i = 0; i < whole; i += Lanes<W>::LANES)
-            lanes.take(x + row * stride, i, Lanes<W>::LANES);
-        lanes.take(x + row * stride, whole, size - whole);
-        W high, second;
-        lanes.finish(high, place[row], second);
-        narrow(high, best[row]);
-        narrow(second, next[row]);
+        const auto two = two_of(x + row * stride, size);
+        narrow(two.high, best[row]);
+        place[row] = two.at;
+        narrow(two.second, next[row]);
     }
 }
 

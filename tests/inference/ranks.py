@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,12 +33,20 @@ from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.inference.line import held
 from draftsmith.inference.pages import KVPool
 from draftsmith.inference.parallel import Load, SharedTarget, joined
+from draftsmith.inference.sequence import Sequence
+from draftsmith.inference.tree import TreeConfig
+from draftsmith.inference.tree_drafter import TreeHeadDrafter
 from draftsmith.kernels.packed_linear import PackedLinear
+from draftsmith.models.heads import Head
 from draftsmith.models.lean import LeanStack
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.models.trunk import Trunk
 
 CONFIG = EngineConfig(pool_tokens=512, page_size=4, poison=True, max_batch=3, max_step_tokens=24)
+TREES = {
+    "dynamic": TreeConfig("dynamic", top_k=2, nodes=6),
+    "static": TreeConfig("static", "full", top_k=2),
+}
 FEW = PROMPTS[::2]
 PARAMS = {
     "greedy": SamplingParams(max_new_tokens=10, ignore_eos=True),
@@ -72,7 +80,27 @@ def drafter(case: dict[str, Any], target: Target) -> Drafter | None:
         return DraftLMDrafter(DraftLM.paired(model, target))
     ids = torch.arange(0, 512, 3) if case.get("reduced") else None
     torch.manual_seed(0)
-    return HeadDrafter(away_from_its_start(HEAD_CONFIGS[kind], target, ids), ids)
+    head = away_from_its_start(HEAD_CONFIGS[kind], target, ids)
+    if "tree" in case:
+        return HintedTrees(head, TREES[case["tree"]], target)
+    return HeadDrafter(head, ids)
+
+
+class HintedTrees(TreeHeadDrafter):
+    """A bad head whose last child of each node is the plain text's own token, so that kept rows
+    have to move; of greedy requests alone, for a law must have drawn its drafts."""
+
+    def __init__(self, head: Head, tree: TreeConfig, target: Target) -> None:
+        super().__init__(head, None, tree)
+        texts = Engine(target, CONFIG).run(FEW, PARAMS["greedy"])
+        self.texts = {tuple(one.tokens[: one.num_prompt]): one.output for one in texts}
+
+    def _offer(self, sequence: Sequence, leaf: Any, found: list[int]) -> list[int]:
+        text = self.texts[tuple(sequence.tokens[: sequence.num_prompt])]
+        place = len(sequence.output) + len(leaf.path)
+        if not sequence.params.greedy or place >= len(text) or text[place] in found:
+            return found
+        return [*found[:-1], text[place]]
 
 
 def answers(case: dict[str, Any], target: Target) -> tuple[dict[str, Any], Engine]:
@@ -81,7 +109,8 @@ def answers(case: dict[str, Any], target: Target) -> tuple[dict[str, Any], Engin
     found: dict[str, Any] = {}
     engine: Engine | None = None
     for name, params in PARAMS.items():
-        engine = Engine(target, CONFIG, drafter(case, target))
+        config = replace(CONFIG, tree=TREES[case["tree"]]) if "tree" in case else CONFIG
+        engine = Engine(target, config, drafter(case, target))
         with noted(engine.drafter) as found[f"{name} chains"]:
             found[name] = [sequence.output for sequence in engine.run(FEW, params)]
         counts = engine.metrics

@@ -26,7 +26,16 @@ ODD = {
     "seed": 1,
 }
 """Three key-value heads, of which one rank gets one and the other two."""
-CASES = ("plain", "mtp of 3 modules", "eagle3", "medusa", "draft-lm", "another family")
+CASES = (
+    "plain",
+    "mtp of 3 modules",
+    "eagle3",
+    "medusa",
+    "draft-lm",
+    "another family",
+    "dynamic trees",
+    "static trees",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +52,8 @@ def found(
         {"name": "medusa", "target": even, "drafter": "medusa"},
         {"name": "draft-lm", "target": odd, "drafter": "draft-lm", "draft_lm": odd},
         {"name": CASES[5], "target": str(_olmo(out / "olmo")), "drafter": "mtp"},
+        {"name": CASES[6], "target": odd, "drafter": "eagle3", "tree": "dynamic"},
+        {"name": CASES[7], "target": even, "drafter": "mtp", "tree": "static"},
     ]
     one_head = str(tiny_llama_folder(num_key_value_heads=1))
     told = json.dumps({"out": str(out), "cases": cases, "one_head": one_head})
@@ -87,6 +98,8 @@ def test_two_ranks_answer_what_one_answers(found: dict[str, Any], case: str) -> 
     assert (case == "plain") == (not alone["greedy chains"])
     if case == "draft-lm":  # it foresees itself
         assert accepted == drafts > 0
+    if "trees" in case:  # it is told; what is kept stands behind what is not
+        assert drafts > accepted > 0
 
 
 def test_every_rank_is_fed_the_leaders_tokens(found: dict[str, Any]) -> None:
