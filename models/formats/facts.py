@@ -14,6 +14,8 @@ from .loaders import few, plain_rope
 PLAIN = ("llama", "mistral", "qwen2")
 """Families whose layers are Llama's, but for biases and a window."""
 _QUERY_NORMS = ("qwen3",)
+_BY_PAIRS = ("deepseek_v3", "ernie4_5_moe")
+"""Families with an MTP layout whose rope turns neighbours together, not the halves of a head."""
 
 LAYER_FACTS = ("layer", "activation", "heads", "width", "eps", "rope", "window")
 """What a decoder layer is."""
@@ -30,6 +32,7 @@ _WORDS = {
     "order": "the projection's parts in the order {}",
     "masked": "the embedding at position 0 zeroed: {}",
     "style": "norms of the style {}",
+    "turned": "the rope turned {}",
     "fed": "a norm before fc: {}",
     "modules": "{} separate modules",
     "layers": "{} layers",
@@ -98,6 +101,9 @@ def facts(loaded: LoadedHead) -> dict[str, Any]:
         "fed": config.norm_before_fc if head.kind == "eagle3" else None,
         "masked": head.recycle.mask_position_zero,
         "style": head.recycle.norm_style,
+        "turned": "by pairs"
+        if str(head.target_config.model_type).startswith(_BY_PAIRS)
+        else "by halves",
         "modules": head.num_modules,
         "layers": head.num_layers,
         "draft_ids": identity(loaded.draft_ids) if head.kind == "eagle3" else None,

@@ -18,7 +18,8 @@ from ..heads.config import HeadConfig, NormConfig
 from ..heads.families import head_class
 from . import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, MTP_LAYOUTS
 from .mtp_layout import MTPLayout
-from .runs import MTP_OTHERWISE, mtp_classes
+from .mtp_loaders import mtp_classes
+from .runs import mtp_runs
 from .written import KEEP
 
 ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "authors")
@@ -161,16 +162,11 @@ def _mtp(layout: MTPLayout, loaded: LoadedHead) -> dict[str, tuple[bool, str]]:
     classes = mtp_classes(layout.name, loaded.head.target_config)
     if not classes:
         return {}
-    otherwise = MTP_OTHERWISE.get(layout.name, {})
     try:
         layout.check(loaded)
     except ValueError as error:
-        return dict.fromkeys([*classes, *otherwise], (False, str(error)))
-    told = {engine: (True, name) for engine, name in classes.items()}
-    for report, faults in layout.judge(loaded):
-        if faults:
-            told[report.engine.split()[0]] = False, "; ".join(faults)
-    return told | {engine: (False, reason) for engine, reason in otherwise.items()}
+        return dict.fromkeys(classes, (False, str(error)))
+    return mtp_runs(layout, loaded)
 
 
 def _plain(reason: str, layout: str) -> str:
@@ -240,7 +236,8 @@ def page() -> str:
             "has no Medusa any more. The column of the authors is SafeAILab's code for EAGLE,",
             "FasterDecoding's for Medusa's. Publishing and reading:",
             "[MTP](formats/mtp.md), [EAGLE](formats/eagle.md), [EAGLE-3](formats/eagle3.md),",
-            "[Medusa](formats/medusa.md).",
+            "[Medusa](formats/medusa.md). What the engines' own packages made of such folders:",
+            "[export](formats/export.md).",
             "",
             "## Heads of a Llama-family target",
             "",

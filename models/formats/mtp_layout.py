@@ -35,7 +35,7 @@ from ..trunk import tensor_files
 from .facts import differences, facts
 from .loaders import Report, few
 from .merged import merge
-from .mtp_loaders import MTPNames, engines, has_class
+from .mtp_loaders import MTPNames, engines, mtp_classes
 from .mtp_target import compare_configs, compare_copy, read_tensor, text_part
 from .quantised import dequantise, leave_plain
 from .written import NOTE
@@ -247,7 +247,7 @@ class MTPLayout:
         """What each engine that has a class for the target's family does with the head's modules
         in this layout, and what is wrong with that, a clause each."""
         target = loaded.head.target_config
-        if not has_class(self.name, str(target.model_type)):
+        if not mtp_classes(self.name, target):
             return []
         config, tensors = self.described(loaded)
         trained, judged = facts(loaded), list[tuple[Report, list[str]]]()

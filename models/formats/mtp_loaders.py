@@ -1,6 +1,5 @@
-"""What vLLM's and SGLang's classes do with the MTP modules of a target's checkpoint, as
-descriptions that can be run (`loaders.py`); the parameters are the family's own layer and what the
-layout puts around it.
+"""What engines' classes do with the MTP modules of a target's checkpoint, as descriptions that can
+be run (`loaders.py`); the parameters are the family's own layer and what the layout puts around it.
 
 vLLM (0.33.0): what is no tensor of a module that config.json counts is never looked at; inside one,
 an unknown name raises, but any `.bias` is dropped. Whatever is missing raises, in a target that is
@@ -8,11 +7,17 @@ not quantised; of a projection that it packs with others (q, k, v; gate, up; all
 is missing stays random. In a quantised target everything that is missing stays random, but that
 DeepSeek's class raises where a whole module is. Embedding and lm_head are the target's;
 Qwen3NextMTP and MiMoMTPModel raise where the target's lm_head is tied, since they make one.
+ErnieMTP makes a Llama layer of the block, which turns the rope by halves, the family's by pairs.
 
 SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), the rest
 random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says nothing,
 Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's and GLM's
 take one module and no more; MiMo's loads every module over the one before.
+
+TensorRT-LLM (00679c66, PyTorch path): names that it does not know are never looked at. What is
+missing raises in DeepSeek's and GLM's classes; in Qwen's one of a packed projection does, the rest
+stays random. Embedding and lm_head are the target's. All recycle after the norm, and one module is
+run for every draft unless config.json counts more. It has no class for MiMo and ERNIE.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from ..heads.mtp import MTPHead
 from ..skeleton import skeleton, spelt
 from .loaders import Engine, Keys, Loader, Made, Parameter, Stopped
 from .sglang_eagle import VERSION as SGLANG
+from .trtllm_eagle3 import VERSION as TRTLLM
 from .vllm_eagle import VERSION as VLLM
 
 _PACKED = (
@@ -60,9 +66,11 @@ class MTPClass:
     """A class of an engine for the MTP modules of a family.
 
     Attributes:
-        name: as the engine registers it. family: start of the model_type. whole: the engine refuses
-            to start where a parameter of an unquantised target has no tensor; else norms stay one
-            or zero and the rest random. unexpected: see `Loader`.
+        name: as the engine calls it. family: start of the model_type. missing: what becomes of a
+            parameter without a tensor: `left` (norms stay one or zero, the rest random), `compared`
+            (raises where the target is not quantised, but for one of a packed projection), `raise`,
+            or `packed` (one of a packed projection raises, the rest stays random).
+        unexpected: see `Loader`. biases: it drops any `.bias` that it does not know.
         counted: it looks at the modules that config.json counts, not at every one.
         copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
             that is missing; those it does not make it skips knowingly.
@@ -72,13 +80,15 @@ class MTPClass:
         default: modules where config.json has no number; None needs it.
         norms: our names of those that it runs. recycled: as `facts` says it; None where it is
             another than the layout's from the second draft on. masked: the embedding at position 0
-            is zeroed; None where the layout holds both.
+            is zeroed; None where the layout holds both. turned: how it turns the rope, where not as
+            the family does.
     """
 
     name: str
     family: str
-    whole: bool = False
+    missing: str = "left"
     unexpected: str = "raise"
+    biases: bool = True
     counted: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     one: bool = False
@@ -92,6 +102,7 @@ class MTPClass:
     masked: bool | None = None
     order: tuple[str, str] = ("embedding", "hidden")
     style: str = "rms"
+    turned: str = ""
 
 
 _SHARED = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "shared"))
@@ -103,7 +114,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "DeepSeekMTPModel",
                 "deepseek_v3",
-                whole=True,
+                missing="compared",
                 counted=True,
                 copies=_OWN_HEAD,
                 present=True,
@@ -112,13 +123,14 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
         SGLANG: (
             MTPClass("DeepseekV3ForCausalLMNextN", "deepseek_v3", unexpected="drop", one=True),
         ),
+        TRTLLM: (MTPClass("DeepseekV3MTP", "deepseek_v3", missing="raise", unexpected="drop"),),
     },
     "glm-mtp": {
         VLLM: (
             MTPClass(
                 "Glm4MoeMTPModel",
                 "glm4_moe",
-                whole=True,
+                missing="compared",
                 counted=True,
                 copies=_SHARED,
                 recycled="its output before the norm",
@@ -133,15 +145,22 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
                 recycled=None,
             ),
         ),
+        TRTLLM: (
+            MTPClass("Glm4MTP", "glm4_moe", missing="raise", unexpected="drop", recycled=None),
+        ),
     },
     "qwen-mtp": {
         VLLM: (
-            MTPClass("Qwen3NextMTP", "qwen3_next", whole=True, own_lm_head=True, **_GEMMA),
-            MTPClass("Qwen3_5MTP", "qwen3_5", whole=True, **_GEMMA),
+            MTPClass("Qwen3NextMTP", "qwen3_next", missing="compared", own_lm_head=True, **_GEMMA),
+            MTPClass("Qwen3_5MTP", "qwen3_5", missing="compared", **_GEMMA),
         ),
         SGLANG: (
             MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", **_GEMMA),
             MTPClass("Qwen3_5ForCausalLMMTP", "qwen3_5", unexpected="drop", **_GEMMA),
+        ),
+        TRTLLM: tuple(
+            MTPClass("Qwen3NextMTP", family, missing="packed", unexpected="drop", **_GEMMA)
+            for family in ("qwen3_next", "qwen3_5")
         ),
     },
     "mimo-mtp": {
@@ -149,7 +168,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "MiMoMTPModel",
                 "mimo",
-                whole=True,
+                missing="compared",
                 own_lm_head=True,
                 first=True,
                 order=("hidden", "embedding"),
@@ -161,10 +180,23 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
         ),
     },
     "ernie-mtp": {
+        VLLM: (
+            MTPClass(
+                "ErnieMTP",
+                "ernie4_5_moe",
+                missing="compared",
+                one=True,
+                norms=("embedding", "hidden", "attention_input"),
+                recycled="its output",
+                masked=True,
+                turned="by halves",
+            ),
+        ),
         SGLANG: (
             MTPClass(
                 "Ernie4_5_MoeForCausalLMMTP",
                 "ernie4_5_moe",
+                biases=False,
                 present=True,
                 norms=("embedding", "hidden", "attention_input"),
                 recycled="its output",
@@ -173,7 +205,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
         ),
     },
 }
-"""Layout -> engine -> its classes. TensorRT-LLM's were not read."""
+"""Layout -> engine -> its classes."""
 
 
 def engines(layout: str, names: MTPNames) -> tuple[Engine, ...]:
@@ -184,10 +216,15 @@ def engines(layout: str, names: MTPNames) -> tuple[Engine, ...]:
     )
 
 
-def has_class(layout: str, model_type: str) -> bool:
-    """Whether one of them has a class for targets of this model_type."""
-    classes = [one for known in CLASSES.get(layout, {}).values() for one in known]
-    return any(model_type.startswith(one.family) for one in classes)
+def mtp_classes(layout: str, target: Any) -> dict[str, str]:
+    """Engine, without its version -> its class for MTP modules of a target in such a layout."""
+    kind = str(target.model_type)
+    return {
+        engine.split()[0]: one.name
+        for engine, classes in CLASSES.get(layout, {}).items()
+        for one in classes
+        if kind.startswith(one.family)
+    }
 
 
 @lru_cache(maxsize=8)
@@ -238,7 +275,6 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         if one.own_lm_head and keys.get("tie_word_embeddings", False):
             raise Stopped("it makes an lm_head and finds none, since the target's is tied")
         quantised = bool(keys.get("quantization_config"))
-        loose = "random" if one.whole or one.style == "rms" else "zeros"
         for module in range(1 if one.merged else count):
             start = prefix(target, module)
             for name, shape in module_shapes(target.to_json_string(use_diff=False)).items():
@@ -246,10 +282,9 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
                 if inside == name and name not in names.own:
                     continue  # a norm that the layout's modules do not have
                 theirs = names.own[name] if inside == name else names.layer + inside
-                alone = "raise" if one.whole and not quantised else "random"
-                if not one.whole and len(shape) == 1 and name.endswith("norm.weight"):
-                    alone = "ones" if loose == "random" else loose
-                group = _group(start + theirs) if one.whole else ""
+                packed = _group(start + theirs)
+                alone = _alone(one, quantised, bool(packed), len(shape) == 1 and "norm." in name)
+                group = packed if one.missing == "compared" else ""
                 found[start + theirs] = Parameter(shape, alone, group)
             shape = (int(target.vocab_size), int(target.hidden_size))
             for name, absent in one.copies:
@@ -271,6 +306,8 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         }
         if one.recycled is not None:
             told["recycled"] = one.recycled
+        if one.turned:
+            told["turned"] = one.turned
         return told | ({} if one.masked is None else {"masked": one.masked})
 
     def rename(name: str) -> str | None:
@@ -293,9 +330,17 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         runs,
         rename,
         unexpected=one.unexpected,
-        spared=() if names.prefix == "model.mtp_" else (".bias",),
+        spared=(".bias",) if one.biases else (),
         looks=looks,
     )
+
+
+def _alone(one: MTPClass, quantised: bool, packed: bool, norm: bool) -> str:
+    """What becomes of a parameter that has no tensor; see `Parameter`."""
+    if one.missing == "left" and norm:
+        return "ones" if one.style == "rms" else "zeros"
+    raises = {"compared": not quantised, "raise": True, "packed": packed}
+    return "raise" if raises.get(one.missing, False) else "random"
 
 
 def _group(name: str) -> str:

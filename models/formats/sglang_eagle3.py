@@ -1,7 +1,8 @@
 """EAGLE-3 folders for SGLang 0.5.23 (`--speculative-algorithm EAGLE3`); names as in `eagle3.py`.
 
 One class, `LlamaForCausalLMEagle3`: a Llama-shaped layer whose q, k and v have no biases. It drops
-every name that it does not know and leaves what is missing random, both without a word.
+every name that it does not know and leaves what is missing random, both without a word; `model.`
+before the names does no harm but to `lm_head`, which is then random.
 `eagle_config.eagle_aux_hidden_state_layer_ids` are the layers that a state *leaves* (one less than
 in vLLM, whose top-level key it does not read); where that is absent, the states entering 2, L//2
 and L-3. Its target captures states that enter layers 1 to L-1. `norm_before_residual` is not known.
@@ -67,7 +68,8 @@ def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]
             f"its target captures the states entering layers 1 to {target.num_hidden_layers - 1}, "
             f"and {list(boundaries)} are asked for: train with head.boundaries among those"
         )
-    runs = eagle3_runs(keys, read_rope(keys), boundaries, tensors)
+    named = {_renamed(name) or name: value for name, value in tensors.items()}
+    runs = eagle3_runs(keys, read_rope(keys), boundaries, named)
     runs["fed"] = norm_before_fc(keys, "use_aux_norm")
     if keys.get("norm_output", False):
         runs["recycled"] = "its output after the norm"
@@ -75,7 +77,13 @@ def _runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]
 
 
 def _renamed(name: str) -> str | None:
-    """Older names of the norms before `fc`, too."""
+    """Older names of the norms before `fc`, too; `model.` may stand before all names but the
+    lm_head's, and the maps are found anywhere in one."""
+    for name_of_map, place in (("d2t", "d2t"), ("t2d", None)):
+        if name_of_map in name:
+            return place
+    if not name.startswith("model.lm_head"):
+        name = name.removeprefix("model.")
     for index, older in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
         name = name.replace(older, f"fc_norm.{index}")
     return to_first(name)

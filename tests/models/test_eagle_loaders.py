@@ -50,6 +50,15 @@ def first(tensors: dict[str, Tensor]) -> str:
     return "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
 
 
+def beside(end: str, size: int) -> Harm:
+    """A vector in the layer's attention that no class of a plain layer has."""
+
+    def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{first(tensors)}self_attn.{end}"] = torch.ones(size)
+
+    return harm
+
+
 def test_a_missing_norm(folders: Callable[[str], Path]) -> None:
     """Left random without a word everywhere but in vLLM's classes that report what they loaded."""
 
@@ -82,6 +91,10 @@ def test_a_norm_too_many(folders: Callable[[str], Path]) -> None:
     assert len(report_of(BY_NAME["vllm-eagle"], folders("llama"), harm).raised) == 2
     for name in ("eagle", "sglang-eagle"):
         assert set(report_of(BY_NAME[name], folders("llama"), harm).dropped) == extra
+    for name in EAGLE3S:
+        report = report_of(BY_NAME[name], folders("llama"), beside("q_norm.weight", 8))
+        found = report.raised if name in ("vllm-eagle3", "speculators") else report.dropped
+        assert len(found) == 1 and "q_norm.weight" in found[0], name
 
 
 def test_a_bias_of_the_projection(folders: Callable[[str], Path]) -> None:
@@ -95,7 +108,10 @@ def test_a_bias_of_the_projection(folders: Callable[[str], Path]) -> None:
         config.pop("bias", None)
 
     folder = folders("llama")
-    assert report_of(BY_NAME["vllm-eagle"], folder, give).dropped == ("fc.bias",)
+    for name in ("vllm-eagle", *EAGLE3S):
+        assert report_of(BY_NAME[name], folder, give).dropped == ("fc.bias",)
+        report = report_of(BY_NAME[name], folder, beside("q_proj.bias", 32))
+        assert len(report.dropped) == 1 and not report.raised, name
     assert report_of(BY_NAME["sglang-eagle"], folder, take).random == ("fc.bias",)
     assert report_of(BY_NAME["eagle"], folder, take).random == ("fc.bias",)
     planned = BY_NAME["sglang-eagle"].plan(
@@ -126,16 +142,21 @@ def test_an_lm_head_in_an_eagle_folder(folders: Callable[[str], Path]) -> None:
 
 
 def test_a_prefix(folders: Callable[[str], Path]) -> None:
-    """`model.` before every name: vLLM raises for each, the others drop all and start random."""
+    """`model.` before every name: vLLM raises for each, TensorRT-LLM for those that it packs, the
+    others drop all and start random, but that SGLang's EAGLE-3 class takes all but the lm_head."""
 
     def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         for name in list(tensors):
             tensors["model." + name] = tensors.pop(name)
 
-    for name in ("eagle", "vllm-eagle", "sglang-eagle", "vllm-eagle3"):
+    report = report_of(BY_NAME["sglang-eagle3"], folders("llama"), harm)
+    assert report.random == ("lm_head.weight",) and not report.raised
+    assert report.dropped == ("model.lm_head.weight",)
+    assert report.runs["draft_ids"] == tuple(IDS.tolist())
+    for name in [name for name in EAGLES + EAGLE3S if name != "sglang-eagle3"]:
         report = report_of(BY_NAME[name], folders("llama"), harm)
-        assert report.random and (bool(report.raised) != bool(report.dropped)), name
-        assert bool(report.raised) == name.startswith("vllm")
+        assert report.random and (report.raised or report.dropped), name
+        assert bool(report.raised) == name.startswith(("vllm", "speculators", "trtllm"))
 
 
 def test_absolute_ids_in_the_map(folders: Callable[[str], Path]) -> None:
@@ -195,13 +216,16 @@ def test_boundaries_in_the_other_convention(folders: Callable[[str], Path]) -> N
 
 
 def test_a_tied_head(folders: Callable[[str], Path]) -> None:
-    """CASE 47: SGLang then drafts with the embedding and drops the trained lm_head."""
+    """CASE 47: SGLang then drafts with the embedding and drops the trained lm_head; to the others
+    the key says nothing."""
 
     def harm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         config["tie_word_embeddings"] = True
 
     report = report_of(BY_NAME["sglang-eagle3"], folders("llama"), harm)
     assert report.dropped == ("lm_head.weight",)
+    for name in (*EAGLES, "eagle3", "vllm-eagle3", "trtllm-eagle3", "speculators"):
+        assert not report_of(BY_NAME[name], folders("llama"), harm).faults(), name
 
 
 def test_the_embedding_is_shared_where_it_is_missing(folders: Callable[[str], Path]) -> None:

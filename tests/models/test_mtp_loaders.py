@@ -1,5 +1,5 @@
-"""What vLLM's and SGLang's MTP classes make of the classic mistakes (CASES 7, 39, 47, 92), and what
-the exporter makes of heads that they would run otherwise."""
+"""What the engines' MTP classes make of the classic mistakes (CASES 7, 39, 47, 92), and what the
+exporter makes of heads that they would run otherwise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from draftsmith.models.formats import MTP_LAYOUTS
 from draftsmith.models.formats.loaders import Report
-from draftsmith.models.formats.mtp_loaders import CLASSES, SGLANG, VLLM, engines
-from draftsmith.models.formats.runs import MTP_CLASSES
+from draftsmith.models.formats.mtp_loaders import CLASSES, SGLANG, TRTLLM, VLLM, engines
 from draftsmith.models.heads import LoadedHead, MTPHead
 
 from .test_mtp_layouts import FAMILIES
@@ -37,8 +36,10 @@ def head_of(family: str, modules: int = 1) -> LoadedHead:
     return LoadedHead(head, None, {})
 
 
-def reports(family: str, harm: Harm, modules: int = 1) -> list[Report]:
-    """vLLM's and SGLang's report on a harmed checkpoint, of ERNIE's SGLang's alone."""
+def reports(
+    family: str, harm: Harm, modules: int = 1, of: tuple[str, ...] = (VLLM, SGLANG)
+) -> list[Report]:
+    """These engines' reports on a harmed checkpoint."""
     one, loaded = BY_NAME[FAMILIES[family].layout], head_of(family, modules)
     config, tensors = one.described(loaded)
     if family == "mimo":  # the family's layers are Qwen2's, and its model_type its own
@@ -46,7 +47,7 @@ def reports(family: str, harm: Harm, modules: int = 1) -> list[Report]:
     harm(tensors, config)
     target = loaded.head.target_config
     known = engines(one.name, one.names(config))
-    return [engine.load(config, tensors, target) for engine in known]
+    return [engine.load(config, tensors, target) for engine in known if engine.name in of]
 
 
 def without(end: str) -> Harm:
@@ -69,18 +70,22 @@ def beside(*ends: str) -> Harm:
     return harm
 
 
-@pytest.mark.parametrize("family", READ)
-def test_what_is_whole_loads_in_both(family: str) -> None:
-    """By the class that the page names, with nothing dropped, random or raised."""
-    named = {
-        engine: name
-        for start, classes in MTP_CLASSES[FAMILIES[family].layout]
-        if ("mimo" if family == "mimo" else FAMILIES[family].config.model_type).startswith(start)
-        for engine, name in classes.items()
-    }
-    for report in reports(family, lambda tensors, config: None):
-        assert not report.faults(), report.title
-        assert named[report.engine.split()[0]] == report.loader
+NAMED = {
+    "deepseek": ["DeepSeekMTPModel", "DeepseekV3ForCausalLMNextN", "DeepseekV3MTP"],
+    "glm": ["Glm4MoeMTPModel", "Glm4MoeForCausalLMNextN", "Glm4MTP"],
+    "qwen3-next": ["Qwen3NextMTP", "Qwen3NextForCausalLMMTP", "Qwen3NextMTP"],
+    "qwen3.5": ["Qwen3_5MTP", "Qwen3_5ForCausalLMMTP", "Qwen3NextMTP"],
+    "mimo": ["MiMoMTPModel", "MiMoMTP"],
+    "ernie": ["ErnieMTP", "Ernie4_5_MoeForCausalLMMTP"],
+}
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_what_is_whole_loads_in_all(family: str) -> None:
+    """By the engine's own class, with nothing dropped, random or raised."""
+    whole = reports(family, lambda tensors, config: None, of=(VLLM, SGLANG, TRTLLM))
+    assert [report.loader for report in whole] == NAMED[family]
+    assert not any(report.faults() for report in whole)
 
 
 @pytest.mark.parametrize("family", READ)
@@ -228,46 +233,67 @@ def test_numbers_of_modules() -> None:
     assert vllm.runs["modules"] == sglang.runs["modules"] == 1
 
 
-def test_ernies_class() -> None:
+def test_ernies_classes() -> None:
     """SGLang's raises on what it does not know, a bias too, and where the module is missing; what
-    is missing inside it stays one or random."""
-    (whole,) = reports("ernie", lambda tensors, config: None)
-    assert not whole.faults() and whole.loader == "Ernie4_5_MoeForCausalLMMTP"
-    (report,) = reports("ernie", without("emb_norm.0.weight"))
-    assert report.ones == ("model.mtp_emb_norm.0.weight",) and not report.raised
-    for end in ("extra_layernorm.weight", "self_attn.o_proj.bias"):
-        (report,) = reports("ernie", beside(end))
-        assert len(report.raised) == 1 and end in report.raised[0]
-    (report,) = reports("ernie", lambda tensors, config: tensors.clear())
-    assert "are missing" in report.raised[0]
+    is missing inside it stays one or random. vLLM's is as its others."""
+    vllm, sglang = reports("ernie", without("emb_norm.0.weight"))
+    assert sglang.ones == ("model.mtp_emb_norm.0.weight",) and not sglang.raised
+    assert vllm.raised == ("there is no tensor model.mtp_emb_norm.0.weight",)
+    vllm, sglang = reports("ernie", without("q_proj.weight"))
+    assert vllm.random == sglang.random == ("model.mtp_block.0.self_attn.q_proj.weight",)
+    for end, drops in (("extra_layernorm.weight", False), ("self_attn.o_proj.bias", True)):
+        vllm, sglang = reports("ernie", beside(end))
+        assert len(sglang.raised) == 1 and end in sglang.raised[0]
+        assert (len(vllm.dropped), len(vllm.raised)) == ((1, 0) if drops else (0, 1))
+    vllm, sglang = reports("ernie", lambda tensors, config: tensors.clear())
+    assert "are missing" in sglang.raised[0] and vllm.raised
+    (judged, faults), (_, none) = BY_NAME["ernie-mtp"].judge(head_of("ernie"))
+    assert judged.loader == "ErnieMTP" and not none
+    assert len(faults) == 1 and "the rope turned by halves, this head has by pairs" in faults[0]
+
+
+@pytest.mark.parametrize("family", ["deepseek", "glm", "qwen3-next", "qwen3.5"])
+def test_tensorrt_llms_classes(family: str) -> None:
+    """Unknown names are never looked at, with a prefix too many none is; missing ones raise, but in
+    Qwen's classes those alone that are packed; copies are the target's, a tied lm_head too."""
+    names, qwen = FAMILIES[family].names, family.startswith("qwen")
+
+    def prefixed(tensors: Tensors, config: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors["model." + name] = tensors.pop(name)
+
+    def report(harm: Harm, modules: int = 1) -> Report:
+        return reports(family, harm, modules, of=(TRTLLM,))[0]
+
+    for end in (f"{names['enorm']}.weight", f"{names['eh_proj']}.weight"):
+        found = report(without(end))
+        assert (len(found.raised), len(found.random)) == ((0, 1) if qwen else (1, 0))
+        assert end in (*found.raised, *found.random)[0]
+    part = "q_a_proj" if family == "deepseek" else "k_proj"
+    found = report(without(f"{part}.weight"))
+    assert len(found.raised) == 1 and not found.random
+    for end in ("extra_layernorm.weight", "self_attn.o_proj.bias", "d2t"):
+        found = report(beside(end))
+        assert len(found.dropped) == 1 and not found.raised
+    found = report(prefixed)
+    assert found.raised and found.dropped
+    assert not report(lambda tensors, config: config.update(tie_word_embeddings=True)).faults()
+    if family in ("deepseek", "glm"):
+        for end in ("embed_tokens.weight", "shared_head.head.weight"):
+            assert not report(without(end)).faults()
+        assert report(lambda tensors, config: None, 2).runs["modules"] == 2
 
 
 def test_the_exporter_refuses_what_no_class_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told for each engine; where one runs the head, the layout holds it."""
     one, two = BY_NAME["deepseek-mtp"], head_of("deepseek", 2)
-    (vllm, told), (sglang, refused) = one.judge(two)
-    assert (vllm.loader, told) == ("DeepSeekMTPModel", [])
+    (vllm, told), (sglang, refused), (trtllm, _) = one.judge(two)
+    assert (vllm.loader, told) == ("DeepSeekMTPModel", []) and not trtllm.faults()
     assert "takes 1 module alone" in refused[0] and sglang.raised
     one.check(two)
     # A target that no engine has a class for keeps its heads here.
     assert not one.judge(head_of("mimo"))
-    monkeypatch.setitem(CLASSES["deepseek-mtp"], VLLM, CLASSES["deepseek-mtp"][SGLANG])
+    for engine in (VLLM, TRTLLM):
+        monkeypatch.setitem(CLASSES["deepseek-mtp"], engine, CLASSES["deepseek-mtp"][SGLANG])
     with pytest.raises(ValueError, match="takes 1 module alone; SGLang .* keep the native folder"):
         one.check(two)
-
-
-def test_every_layout_of_an_engine_is_described() -> None:
-    """The page's classes of vLLM and SGLang are those that are run here."""
-    for layout, by_engine in CLASSES.items():
-        ours = {
-            (one.family, engine.split()[0], one.name)
-            for engine, classes in by_engine.items()
-            for one in classes
-        }
-        theirs = {
-            (start, engine, name)
-            for start, classes in MTP_CLASSES[layout]
-            for engine, name in classes.items()
-            if engine in ("vLLM", "SGLang")
-        }
-        assert ours == theirs

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.models.formats import MTP_LAYOUTS
 from draftsmith.models.formats.matrix import head_of, page
-from draftsmith.models.formats.runs import MTP_CLASSES, SHORT, named_layout, where
+from draftsmith.models.formats.runs import SHORT, named_layout, where
 from draftsmith.models.heads import HeadConfig, NormConfig
 
 NONE = NormConfig(False, False, False, False)
@@ -35,7 +34,12 @@ def test_what_is_said_of_an_export() -> None:
     assert "no engine has a class" in where(head_of(HeadConfig(), llama), "deepseek-mtp")
     told = where(head_of(HeadConfig("eagle3"), llama), "trtllm-eagle3")
     assert "Eagle3ForCausalLM" in told and "eagle3_layers_to_capture={1, 3, 4}" in told
-    assert set(MTP_CLASSES) == {one.name for one in MTP_LAYOUTS}
+    glm = {"model_type": "glm4_moe", **MOE}
+    told = where(head_of(HeadConfig(modules=2, recycle_raw=True), glm), "glm-mtp")
+    assert told.startswith(
+        "runs in vLLM as Glm4MoeMTPModel, TensorRT-LLM as Glm4MTP; not in SGLang"
+    )
+    assert "takes 1 module alone" in told
 
 
 def test_an_engines_name_stands_for_its_layout() -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from draftsmith.conf.compose import composed, to_config
-from draftsmith.models.heads import HeadConfig, build_head, load_head, save_head
+from draftsmith.models.formats import layout
+from draftsmith.models.heads import HeadConfig, NormConfig, build_head, load_head, save_head
 from draftsmith.models.target import fingerprint
 from draftsmith.scripts.cli import main
 
 
 def native(target: Path, out: Path, config: HeadConfig) -> Path:
-    """A head for `target` that drafts 40 ids."""
-    ids = torch.arange(40) * 3 + 1
+    """A head for `target`, of which an eagle3 one drafts 40 ids."""
+    ids = torch.arange(40) * 3 + 1 if config.kind == "eagle3" else None
     head = build_head(config, target, 2.0, draft_ids=ids)
     save_head(
         out,
@@ -87,3 +88,22 @@ def test_layouts_are_one_or_a_list() -> None:
     assert several.layouts == ("eagle", "vllm-eagle")
     with pytest.raises(ValueError, match="name a layout, or a list of them"):
         to_config(composed(["export.layout=[]"]))
+
+
+def test_a_folder_from_elsewhere_runs_as_it_lies(
+    talking_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`generate` takes a foreign folder where it takes a native one."""
+    monkeypatch.chdir(tmp_path)
+    bare = HeadConfig("eagle", norms=NormConfig(False, False, False, False))
+    write, _ = layout("vllm-eagle")
+    made = native(talking_folder, tmp_path / "head", bare)
+    write(load_head(made), talking_folder, tmp_path / "theirs")
+    words = [f"target.source={talking_folder}", "generate.prompt=why", "generate.max_new_tokens=6"]
+    assert main(["generate", "engine.pool_tokens=512", "generate.head=theirs", *words]) == 0
+    told = capsys.readouterr().out
+    assert "the head is read from the layout vllm-eagle" in told
+    assert "tokens per target call" in " ".join(told.split())
