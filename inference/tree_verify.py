@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept import draw
-from ..kernels.accept_tree import Trees, accept_trees
+from ..kernels.accept_tree import accept_trees
 from ..kernels.kv_move import compact_paths
+from ..kernels.trees import Trees
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool
