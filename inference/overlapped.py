@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept import accept_greedy
-from ..kernels.accept_chains import Chains, accept_chains
+from ..kernels.accept_chains import accept_chains
+from ..kernels.chains import Chains
 from .batch import Batch
 from .device_chains import DeviceChains, DeviceDrafter, Draws, RerunDrafter
 from .sampler import laws

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept import draw
-from ..kernels.accept_tree import Trees, accept_trees
+from ..kernels.accept_tree import accept_trees
+from ..kernels.trees import Trees
 from .batch import Batch
 from .drafters import Proposal
 from .pages import KVPool

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.accept import DraftLaw, draw_rows
 from ..kernels.accept_block import accept_block
-from ..kernels.accept_chains import Chains, accept_chains
+from ..kernels.accept_chains import accept_chains
 from ..kernels.accept_typical import accept_typical
+from ..kernels.chains import Chains
 from ..kernels.top_two import top_two
 from .batch import Batch
 from .drafters import Proposal

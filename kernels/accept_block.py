@@ -19,18 +19,13 @@ import torch
 from torch import Tensor
 
 from .accept import draw_rows
-from .accept_chains import Chains
+from .accept_chains import judge
+from .chains import Chains
+from .jit import use_triton
 
 
-def accept_block(chains: Chains, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Judge every chain as a block.
-
-    Args:
-        chains: the drafts; `greedy` is not read. target: [N, V] the target's probabilities.
-    Returns:
-        (kept [B] int64, the next token [B] int64), as `accept_chains`: -1 where the weights to draw
-        from are not finite.
-    """
+def accept_block_reference(chains: Chains, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain form, every chain at once. See `accept_block`."""
     batch, most = chains.drafts.shape
     p, q = chains.likelihoods(target)
     scale = p.new_ones(batch)
@@ -51,6 +46,20 @@ def accept_block(chains: Chains, target: Tensor) -> tuple[Tensor, Tensor]:
     empty = weights.amax(-1, keepdim=True) <= 0
     weights = torch.where(empty, target[chains.starts[:-1] + kept], weights)
     return kept, draw_rows(weights, chains.last_uniforms)
+
+
+def accept_block(chains: Chains, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Judge every chain as a block.
+
+    Args:
+        chains: the drafts; `greedy` is not read. target: [N, V] the target's probabilities.
+    Returns:
+        (kept [B] int64, the next token [B] int64), as `accept_chains`: -1 where the weights to draw
+        from are not finite.
+    """
+    if not use_triton(target):
+        return accept_block_reference(chains, target)
+    return judge(chains, target, joint=True)
 
 
 def _continues(chains: Chains, target: Tensor, scale: Tensor, kept: int) -> Tensor:

@@ -17,163 +17,24 @@ replacement: arXiv 2402.14160; a tree of one child each is the chain of `accept`
 are taken in float64; they add in blocks, so a uniform within 1e-15 of an edge can fall on its other
 side.
 
-Legend: B trees, C the most rows of any, row 0 of a tree is its root, N rows in all, V vocabulary,
-Vd draft vocabulary, R rows that children were drawn at.
+`tree_walk` is the definition.
+
+Legend: as in `trees`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .accept import DraftLaw, draw
 from .jit import Kernel, power_of_two, use_triton
+from .tree_walk import accept_trees_reference
+from .trees import Trees
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-@dataclass(frozen=True)
-class Trees:
-    """What was drafted for a batch; all tensors on one device.
-
-    Attributes:
-        tokens: [B, C] int64, the token of each row; the root's is not read. starts: [B+1] int64
-            borders of the trees' rows among the N.
-        first_child, next_sibling: [B, C] int64, rows of the same tree, -1 for none.
-        greedy: [B] bool. drawn: [B] bool, false where the children were chosen (one-hot law).
-        uniforms: [B, C] float64 in [0, 1): the j-th tries row j + 1, the last of a tree's rows
-            draws the token that follows.
-        height: at least the nodes of the longest path; sets the width of the result.
-        law: [R, Vd] what children were drawn from, before the first was, or None when none was
-            drawn. law_rows: [B, C] int64, where in `law` the children of a row find theirs, -1 for
-            none.
-        columns: [V] int64, the column of `law` that holds a token, -1 for none, ascending; None
-            when Vd = V.
-    """
-
-    tokens: Tensor
-    starts: Tensor
-    first_child: Tensor
-    next_sibling: Tensor
-    greedy: Tensor
-    drawn: Tensor
-    uniforms: Tensor
-    height: int
-    law: Tensor | None = None
-    law_rows: Tensor | None = None
-    columns: Tensor | None = None
-
-
-def walk_greedy(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    choices: Sequence[int],
-) -> list[int]:
-    """The rows of one tree that are kept below the root: the path of the target's own choices."""
-    path, child = [], first_child[0]
-    row = 0
-    while child >= 0:
-        if tokens[child] == choices[row]:
-            row = child
-            path.append(row)
-            child = first_child[row]
-        else:
-            child = next_sibling[child]
-    return path
-
-
-def walk_sampled(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    law: Callable[[int], Tensor] | None,
-    target: Tensor,
-    uniforms: Sequence[float],
-) -> tuple[list[int], Tensor]:
-    """One tree by rejection sampling, without the last draw.
-
-    Args:
-        tokens: of each row. law: row -> [V] what its children were drawn from; None for children
-            that were chosen.
-        target: [rows, V] the target's probabilities at each row. uniforms: one for each node.
-    Returns:
-        (the rows kept below the root, the weights [V] to draw the next token from, not normalised).
-    """
-    path, row = [], 0
-    while True:
-        p, child = target[row], first_child[row]
-        q = law(row).clone() if law is not None and child >= 0 else None
-        mass = weight = 1.0
-        while child >= 0:
-            token = tokens[child]
-            chance = 1.0 if q is None else float(q[token])
-            assert chance > 0, "a draft that its own law could not draw"
-            if uniforms[child - 1] * (chance * mass) < float(p[token]) * weight:
-                break
-            if q is None:
-                p = p.clone()
-                p[token] = 0
-            else:
-                p = (p - q * (mass / weight)).clamp_(min=0)
-                q[token] = 0
-                weight = float(q.sum(dtype=torch.float64))
-            mass = float(p.sum(dtype=torch.float64))
-            if mass == 0:  # nothing else can follow: rounding alone refused it
-                break
-            child = next_sibling[child]
-        if child < 0:
-            return path, p
-        path.append(child)
-        row = child
-
-
-def accept_trees_reference(
-    trees: Trees, choices: Tensor, target: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The plain definition: one tree after the other. See `accept_trees`."""
-    batch = trees.tokens.shape[0]
-    kept = torch.full((batch, trees.height), -1, dtype=torch.int64, device=choices.device)
-    following = torch.zeros_like(trees.starts[1:])
-    ids = None if trees.columns is None else (trees.columns >= 0).nonzero()[:, 0]
-    borders, greedy, drawn = trees.starts.tolist(), trees.greedy.tolist(), trees.drawn.tolist()
-    tables = [t.tolist() for t in (trees.tokens, trees.first_child, trees.next_sibling)]
-    decided = choices.tolist()
-    for index in range(batch):
-        first, end = borders[index], borders[index + 1]
-        tokens, children, siblings = (table[index] for table in tables)
-        if greedy[index]:
-            path = walk_greedy(tokens, children, siblings, decided[first:end])
-            token = decided[first + (path[-1] if path else 0)]
-        else:
-            assert target is not None
-            law = _law_of(trees, index, ids, target.shape[1]) if drawn[index] else None
-            uniforms = trees.uniforms[index, : end - first].tolist()
-            path, weights = walk_sampled(
-                tokens, children, siblings, law, target[first:end], uniforms
-            )
-            mass = float(weights.sum(dtype=torch.float64))
-            token = draw(weights, uniforms[-1]) if 0 < mass < float("inf") else -1
-        kept[index, : len(path)] = torch.tensor(path, dtype=torch.int64)
-        following[index] = token
-    return kept, following
-
-
-def _law_of(trees: Trees, index: int, ids: Tensor | None, size: int) -> Callable[[int], Tensor]:
-    table, laws = trees.law_rows, trees.law
-    assert table is not None and laws is not None
-
-    def law(row: int) -> Tensor:
-        place = int(table[index, row])
-        assert place >= 0, "drawn children without a law"
-        return DraftLaw(laws[place : place + 1], ids).dense(size)[0]
-
-    return law
 
 
 def accept_trees(trees: Trees, choices: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:

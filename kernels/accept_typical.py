@@ -11,7 +11,21 @@ import torch
 from torch import Tensor
 
 from .accept import draw_rows
-from .accept_chains import Chains
+from .accept_chains import judge
+from .chains import Chains
+from .jit import use_triton
+
+
+def accept_typical_reference(
+    chains: Chains, target: Tensor, threshold: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The plain form, every chain at once. See `accept_typical`."""
+    entropy = torch.special.entr(target).sum(-1, dtype=torch.float64)
+    likely = torch.minimum(threshold[:, None], scale[:, None] * (-entropy[chains.rows]).exp())
+    tokens = chains.drafts.clamp(min=0)
+    kept = chains.count_while(target[chains.rows, tokens] > likely)
+    weights = target[chains.starts[:-1] + kept]
+    return kept, draw_rows(weights, chains.last_uniforms)
 
 
 def accept_typical(
@@ -25,9 +39,6 @@ def accept_typical(
     Returns:
         (kept [B] int64, the next token [B] int64), as `accept_chains`.
     """
-    entropy = torch.special.entr(target).sum(-1, dtype=torch.float64)
-    likely = torch.minimum(threshold[:, None], scale[:, None] * (-entropy[chains.rows]).exp())
-    tokens = chains.drafts.clamp(min=0)
-    kept = chains.count_while(target[chains.rows, tokens] > likely)
-    weights = target[chains.starts[:-1] + kept]
-    return kept, draw_rows(weights, chains.last_uniforms)
+    if not use_triton(target):
+        return accept_typical_reference(chains, target, threshold, scale)
+    return judge(chains, target, typical=(threshold, scale))

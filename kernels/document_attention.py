@@ -5,7 +5,8 @@ log-sum-exp. `document_gradient` has the derivative.
     `reach` positions back;  l = log sum e^s;  out = sum e^{s - l} v
 
 `ttt_attention_fused` adds the chain's columns. The definition is `ttt_attention_dense` without a
-chain.
+chain. A program's rows are of one document, so it reads no key of another: what is NaN in one stays
+there.
 
 Legend: N tokens, n queries (rows offset .. offset + n - 1), Hq = G * Hkv query heads, D key width,
 Dv value width.
@@ -13,6 +14,8 @@ Dv value width.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,13 +31,12 @@ class Reach(NamedTuple):
     """What a query sees, and how scores are made.
 
     Attributes:
-        documents: [2, N] int32, first position and end of each token's document. scaling: factor of
-            the scores. reach: keys this far back or farther are hidden; None = none, and 0 or less
-            hides all. softcap: see the module's formula; None = none. offset: row of the first
-            query.
+        bounds: document borders, 0 .. N, none empty. scaling: factor of the scores. reach: keys
+            this far back or farther are hidden; None = none, and 0 or less hides all. softcap: see
+            the module's formula; None = none. offset: row of the first query.
     """
 
-    documents: Tensor
+    bounds: tuple[int, ...]
     scaling: float
     reach: int | None
     softcap: float | None
@@ -56,13 +58,29 @@ def document_attention(
     out = torch.empty(q.shape[1], q.shape[0], v.shape[2], dtype=dtype, device=q.device)
     out = out.transpose(0, 1)
     mass = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch(causal_forward_kernel, (q.shape[1], len(q)), reach, q, k, v, out, mass)
+    rows = reach.offset, reach.offset + q.shape[1]
+    launch(causal_forward_kernel, rows, len(q), reach, q, k, v, out, mass)
     return out, mass
+
+
+@functools.lru_cache(maxsize=16)
+def _pieces(
+    bounds: tuple[int, ...], begin: int, end: int, block: int, device: torch.device
+) -> Tensor:
+    """[P, 4] int32: the rows begin .. end - 1 cut into pieces of at most `block` of one document;
+    first row and end of a piece, and of its document."""
+    pieces = [
+        (top, min(top + block, last, end), first, last)
+        for first, last in itertools.pairwise(bounds)
+        for top in range(max(first, begin), min(last, end), block)
+    ]
+    return torch.tensor(pieces, dtype=torch.int32, device=device).view(-1, 4)
 
 
 def launch(
     kernel: Kernel,
-    programs: tuple[int, int],
+    rows: tuple[int, int],
+    programs: int,
     reach: Reach,
     q: Tensor,
     k: Tensor,
@@ -71,21 +89,22 @@ def launch(
     mass: Tensor,
     *derivative: Tensor,
 ) -> None:
-    """One kernel over `programs` = (rows, heads), rows in blocks; `out` is the output, or its
-    gradient where a derivative is asked for (delta, then the gradients to fill)."""
+    """One kernel over the pieces of rows[0] .. rows[1] - 1, `programs` heads of each; `out` is the
+    output, or its gradient where a derivative is asked for (delta, then the gradients to fill)."""
     heads, num_queries, width = q.shape
     key_heads, value_width = k.shape[0], v.shape[2]
     wide = max(width, value_width) > 128
     block = 32 if wide and derivative else 64
-    if not programs[0]:
+    pieces = _pieces(reach.bounds, *rows, block, q.device)
+    if not len(pieces):
         return
-    kernel[(-(-programs[0] // block), programs[1])](
+    kernel[(len(pieces), programs)](
         q,
         k,
         v,
         out,
         mass,
-        reach.documents,
+        pieces,
         *derivative,
         q.stride(0),
         q.stride(1),
@@ -121,7 +140,7 @@ def causal_forward_kernel(
     v,
     out,
     mass,
-    documents,
+    pieces,
     q_head,
     q_row,
     k_head,
@@ -145,13 +164,16 @@ def causal_forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """BLOCK_M queries of one head against the keys of their documents. EXACT: see
+    """At most BLOCK_M queries of one head against the keys of their document. EXACT: see
     `paged_attention`."""
     head = tl.program_id(1).to(tl.int64)
-    top = tl.program_id(0) * BLOCK_M
-    row = (top + tl.arange(0, BLOCK_M)).to(tl.int64)
-    alive = row < num_queries
-    query = offset + top + tl.arange(0, BLOCK_M)
+    piece = tl.program_id(0).to(tl.int64) * 4
+    top = tl.load(pieces + piece)
+    high = tl.load(pieces + (piece + 1))
+    low = tl.load(pieces + (piece + 2))
+    query = top + tl.arange(0, BLOCK_M)
+    alive = query < high
+    row = query.to(tl.int64) - offset
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
     asked = tl.load(
@@ -161,11 +183,8 @@ def causal_forward_kernel(
     ).to(tl.float32)
     if not EXACT:
         asked = asked.to(q.dtype.element_ty)
-    first = tl.load(documents + query, alive, 0)
-    low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
-        low = tl.maximum(low, offset + top - reach + 1)
-    high = offset + tl.minimum(top + BLOCK_M, num_queries)
+        low = tl.maximum(low, top - reach + 1)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -191,7 +210,7 @@ def causal_forward_kernel(
         score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
         if softcap is not None:
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
-        seen = (at[None, :] <= query[:, None]) & (at[None, :] >= first[:, None]) & alive[:, None]
+        seen = (at[None, :] <= query[:, None]) & alive[:, None]
         if reach is not None:
             seen = seen & (query[:, None] - at[None, :] < reach)
         score = tl.where(seen, score, float("-inf"))

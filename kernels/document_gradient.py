@@ -45,8 +45,9 @@ def document_attention_backward(
     grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     inputs = reach, q, k, v, grad, mass, delta
-    launch(causal_query_kernel, (q.shape[1], len(q)), *inputs, grad_q)
-    launch(causal_key_kernel, (k.shape[1], len(k)), *inputs, grad_k, grad_v)
+    queries = reach.offset, reach.offset + q.shape[1]
+    launch(causal_query_kernel, queries, len(q), *inputs, grad_q)
+    launch(causal_key_kernel, (0, k.shape[1]), len(k), *inputs, grad_k, grad_v)
     return grad_q, grad_k, grad_v
 
 
@@ -57,7 +58,7 @@ def causal_query_kernel(
     v,
     grad,
     mass,
-    documents,
+    pieces,
     delta,
     grad_q,
     q_head,
@@ -83,12 +84,15 @@ def causal_query_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dQ of BLOCK_M queries of one head; grad_q is contiguous."""
+    """dQ of at most BLOCK_M queries of one head and document; grad_q is contiguous."""
     head = tl.program_id(1).to(tl.int64)
-    top = tl.program_id(0) * BLOCK_M
-    row = (top + tl.arange(0, BLOCK_M)).to(tl.int64)
-    alive = row < num_queries
-    query = offset + top + tl.arange(0, BLOCK_M)
+    piece = tl.program_id(0).to(tl.int64) * 4
+    top = tl.load(pieces + piece)
+    high = tl.load(pieces + (piece + 1))
+    low = tl.load(pieces + (piece + 2))
+    query = top + tl.arange(0, BLOCK_M)
+    alive = query < high
+    row = query.to(tl.int64) - offset
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
     asked = tl.load(
@@ -106,11 +110,8 @@ def causal_query_kernel(
         pull = pull.to(q.dtype.element_ty)
     whole = tl.load(mass + head * num_queries + row, alive, 0.0)
     shift = tl.load(delta + head * num_queries + row, alive, 0.0)
-    first = tl.load(documents + query, alive, 0)
-    low = tl.load(documents + tl.full([], offset + top, tl.int64))
     if reach is not None:
-        low = tl.maximum(low, offset + top - reach + 1)
-    high = offset + tl.minimum(top + BLOCK_M, num_queries)
+        low = tl.maximum(low, top - reach + 1)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     k_base = k + (head // GROUP) * k_head
     v_base = v + (head // GROUP) * v_head
@@ -134,7 +135,7 @@ def causal_query_kernel(
         score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
         if softcap is not None:
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        seen = (at[None, :] <= query[:, None]) & (at[None, :] >= first[:, None]) & alive[:, None]
+        seen = (at[None, :] <= query[:, None]) & alive[:, None]
         if reach is not None:
             seen = seen & (query[:, None] - at[None, :] < reach)
         weight = tl.exp(tl.where(seen, score - whole[:, None], float("-inf")))
@@ -159,7 +160,7 @@ def causal_key_kernel(
     v,
     grad,
     mass,
-    documents,
+    pieces,
     delta,
     grad_k,
     grad_v,
@@ -186,12 +187,13 @@ def causal_key_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dK and dV of BLOCK_M keys of one key head, over the query heads of its group and their
-    queries in order, BLOCK_N at a time; both are contiguous."""
+    """dK and dV of at most BLOCK_M keys of one key head and document, over the query heads of its
+    group and their queries in order, BLOCK_N at a time; both are contiguous."""
     key_head = tl.program_id(1).to(tl.int64)
-    top = tl.program_id(0) * BLOCK_M
+    piece = tl.program_id(0).to(tl.int64) * 4
+    top = tl.load(pieces + piece)
     at = top + tl.arange(0, BLOCK_M)
-    exists = at < num_tokens
+    exists = at < tl.load(pieces + (piece + 1))
     place = at.to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
@@ -208,9 +210,8 @@ def causal_key_kernel(
     if not EXACT:
         key = key.to(k.dtype.element_ty)
         value = value.to(v.dtype.element_ty)
-    end = tl.load(documents + (num_tokens + at), exists, 0)
     low = tl.maximum(top, offset)
-    high = tl.minimum(tl.max(end), offset + num_queries)
+    high = tl.minimum(tl.load(pieces + (piece + 3)), offset + num_queries)
     if reach is not None:
         high = tl.minimum(high, top + BLOCK_M - 1 + reach)
     summed_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -239,8 +240,7 @@ def causal_key_kernel(
             score = tl.dot(key, tl.trans(asked), input_precision="ieee") * scaling
             if softcap is not None:
                 score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-            seen = (at[:, None] <= query[None, :]) & (query[None, :] < end[:, None])
-            seen = seen & alive[None, :]
+            seen = (at[:, None] <= query[None, :]) & exists[:, None] & alive[None, :]
             if reach is not None:
                 seen = seen & (query[None, :] - at[:, None] < reach)
             weight = tl.exp(tl.where(seen, score - whole[None, :], float("-inf")))

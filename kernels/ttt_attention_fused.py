@@ -36,7 +36,7 @@ def ttt_attention_fused(
     v0: Tensor,
     chain_k: Sequence[Tensor],
     chain_v: Sequence[Tensor],
-    bounds: Sequence[int],
+    bounds: tuple[int, ...],
     scaling: float,
     window: int | None,
     softcap: float | None,
@@ -52,17 +52,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bounds, scaling, window, softcap, offset, q, k0, v0, *chain):  # type: ignore[override]
         steps = len(chain) // 2
-        borders = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-        sizes = borders.diff().long()
-        documents = torch.stack(
-            [
-                edge.repeat_interleave(sizes, output_size=k0.shape[1])
-                for edge in (borders[:-1], borders[1:])
-            ]
-        )  # [2, N] first and end of each token's document
         ctx.plan = scaling, window, softcap, steps
         reach = None if window is None else window - steps
-        ctx.reach = Reach(documents, scaling, reach, softcap, offset)
+        ctx.reach = Reach(bounds, scaling, reach, softcap, offset)
         q, k0, v0 = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k0, v0))
         dtype = torch.float32 if steps else q.dtype
         out, mass = document_attention(q, k0, v0, ctx.reach, dtype)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.accept_chains import Chains
-from ..kernels.accept_tree import Trees
+from ..kernels.chains import Chains
 from ..kernels.paged_rows import DraftedRows, PagedRows
 from ..kernels.tree_build import build_trees_reference
+from ..kernels.trees import Trees
 
 PAGE = 16
 CHAIN = 2
@@ -215,6 +215,18 @@ def chain_arguments(m: Maker) -> tuple[Any, ...]:
         columns,
     )
     return chains, m.below(size, rows), m.law(rows, size)
+
+
+def block_arguments(m: Maker) -> tuple[Any, ...]:
+    """The chains of `chain_arguments`, all sampled."""
+    chains, _, target = chain_arguments(m)
+    return chains, target
+
+
+def typical_arguments(m: Maker) -> tuple[Any, ...]:
+    """The same, with a request's usual limits."""
+    limits = (torch.full((m["B"],), limit, dtype=torch.float64) for limit in (0.09, 0.3))
+    return *block_arguments(m), *(m.place(limit) for limit in limits)
 
 
 def tree_arguments(m: Maker) -> tuple[Any, ...]:

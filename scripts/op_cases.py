@@ -7,8 +7,10 @@ definition and times it. `op_calls` says what the formulae count.
 
 from __future__ import annotations
 
+from ..kernels.accept_block import accept_block, accept_block_reference
 from ..kernels.accept_chains import accept_chains, accept_chains_reference
-from ..kernels.accept_tree import accept_trees, accept_trees_reference
+from ..kernels.accept_tree import accept_trees
+from ..kernels.accept_typical import accept_typical, accept_typical_reference
 from ..kernels.add_norm import add_norm, add_norm_reference
 from ..kernels.distill_chunk import distill_chunk, distill_chunk_reference
 from ..kernels.kv_append import kv_append, kv_append_reference
@@ -25,6 +27,7 @@ from ..kernels.renormalise import renormalise, renormalise_reference
 from ..kernels.rms_norm import rms_norm, rms_norm_reference
 from ..kernels.shift import shift_insert, shift_insert_reference
 from ..kernels.tree_build import build_trees, build_trees_reference, rerank, rerank_reference
+from ..kernels.tree_walk import accept_trees_reference
 from ..kernels.ttt_attention import ttt_attention, ttt_attention_dense
 from . import op_arguments as given
 from .op_arguments import CAPPED, LATENTS, SIZES
@@ -260,6 +263,39 @@ CASES: tuple[Case, ...] = (
         given.chain_arguments,
         accept_chains,
         accept_chains_reference,
+        {"B": 8},
+    ),
+    Case(
+        "accept_block",
+        "B={B}, K={K}, float32",
+        _BATCH,
+        "4*B*V*(2*K+1)",
+        "6*B*K*V",
+        given.block_arguments,
+        accept_block,
+        accept_block_reference,
+        {"B": 8},
+    ),
+    Case(
+        "accept_block, reduced",
+        "B={B}, K={K}, float32, {Vd} draft ids",
+        _BATCH | {"Vd": 32000},
+        "4*B*(V*(K+3)+K*Vd)",
+        "6*B*K*V",
+        given.block_arguments,
+        accept_block,
+        accept_block_reference,
+        {"B": 8},
+    ),
+    Case(
+        "accept_typical",
+        "B={B}, K={K}, float32",
+        _BATCH,
+        "4*B*V*(K+1)",
+        "4*B*K*V",
+        given.typical_arguments,
+        accept_typical,
+        accept_typical_reference,
         {"B": 8},
     ),
     Case(

@@ -24,7 +24,7 @@ from draftsmith.inference.tree import TreeConfig, depths_of, rows_of
 from draftsmith.inference.tree_drafter import TreeHeadDrafter
 from draftsmith.inference.tree_verify import verify_trees
 from draftsmith.kernels.accept import DraftLaw, draw
-from draftsmith.kernels.accept_tree import walk_sampled
+from draftsmith.kernels.tree_walk import walk_sampled
 from draftsmith.models.heads import build_head
 from draftsmith.models.target import Target
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from draftsmith.kernels.accept import DraftLaw, accept_greedy, accept_sampled, draw, draw_rows
-from draftsmith.kernels.accept_chains import Chains, accept_chains_reference
+from draftsmith.kernels.accept_chains import accept_chains_reference
+from draftsmith.kernels.chains import Chains
 
 V = 5
 JUST_BELOW_ONE = 1 - 1e-12

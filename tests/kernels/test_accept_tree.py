@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.accept import DraftLaw, accept_sampled, draw
-from draftsmith.kernels.accept_tree import walk_greedy, walk_sampled
+from draftsmith.kernels.tree_walk import walk_greedy, walk_sampled
 
 FIRST, NEXT = [1, 3, 5, -1, -1, -1, -1], [-1, 2, -1, 4, -1, 6, -1]
 """Two children of the root, two of each of them."""

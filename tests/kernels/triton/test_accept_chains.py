@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.accept_chains import Chains, accept_chains, accept_chains_reference
+from draftsmith.kernels.accept_chains import accept_chains, accept_chains_reference
+from draftsmith.kernels.chains import Chains
 
 LENGTHS = (3, 0, 2, 3, 1, 2)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.accept_tree import Trees, accept_trees, accept_trees_reference
+from draftsmith.kernels.accept_tree import accept_trees
 from draftsmith.kernels.tree_build import (
     ABSENT,
     build_trees,
@@ -16,6 +16,8 @@ from draftsmith.kernels.tree_build import (
     rerank,
     rerank_reference,
 )
+from draftsmith.kernels.tree_walk import accept_trees_reference
+from draftsmith.kernels.trees import Trees
 
 
 def _forest(seed: int, sizes: tuple[int, ...]) -> Tensor:

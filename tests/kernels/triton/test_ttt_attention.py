@@ -114,6 +114,26 @@ def test_keys_that_no_query_sees_are_not_read(steps: int):
     assert not bool(results[1][2][:, 41:].any()) and bool(results[1][2][:, 5:41].any())
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_document_that_is_nan_leaves_its_neighbours_alone(steps: int):
+    """All of the middle document, its gradient included: the others, which would share a block with
+    it, give the bits that they give beside a clean one, and it gives NaN."""
+    results = []
+    for poison in (0.0, float("nan")):
+        leaves, starts = _inputs([5, 9, 70], (3, 1), (8, 8), steps)
+        pull = torch.linspace(-1, 1, 3 * 84 * 8).view(3, 84, 8)
+        pull[:, 5:14] += poison
+        for number, leaf in enumerate(leaves):
+            dirty = leaf.detach().clone()
+            dirty[:, 5:14] += poison
+            leaves[number] = dirty.requires_grad_()
+        results.append(_run(ttt_attention, leaves, starts, pull))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean[:, :5], poisoned[:, :5])
+        assert torch.equal(clean[:, 14:], poisoned[:, 14:])
+        assert bool(poisoned[:, 5:14].isnan().all()) and not bool(clean.isnan().any())
+
+
 def test_runs_repeat_bit_for_bit():
     """No sum depends on the order of programs: two runs give the same gradients."""
     leaves, starts = _inputs(*SHAPES["over one block"], 2)
