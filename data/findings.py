@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+_LOW_COVERAGE, _HIGH_COVERAGE = 0.05, 0.99
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -43,6 +45,3 @@ def mask_finding(supervised: int, tokens: int, idle: list[str], rows: int) -> Fi
         remedy = "look at `draftsmith prepare --show 3`; raise data.rows.max_length"
         return Finding("mask", "note", told + where, remedy)
     return Finding("mask", "ok", told)
-
-
-_LOW_COVERAGE, _HIGH_COVERAGE = 0.05, 0.99

@@ -24,13 +24,12 @@ from ..models.target import (
     load_tokenizer,
     prepare_folder,
     torch_device,
-    torch_dtype,
 )
 from ..models.trunk import Trunk
 from ..train.examine_head import examine_head
 from ..train.examine_run import examine_report, examine_run
 from ..train.material import Material
-from ..train.metrics import read_metrics
+from ..train.metrics import best_validation, read_metrics
 from ..train.probe_head import probe_head
 from .artifacts import Artifacts
 
@@ -58,13 +57,15 @@ class Examined:
 class Doctor:
     """The examination of a configuration's artifacts.
 
+    Args:
+        target: the configuration's, where it is loaded already.
     Attributes:
         examined: what was looked at, and what was not for a fault before it, in order.
         trunk: the target's in float32, None where it cannot be read. cache: what the examination of
             the cache gave, None where there was none.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, target: Target | None = None) -> None:
         self.config = config
         self.settings = config.doctor
         self.artifacts = Artifacts.of(config)
@@ -73,7 +74,7 @@ class Doctor:
         self.cache: Examination | None = None
         self.trunk: Trunk | None = None
         self._rows: Rows | None = None
-        self._target: Target | None = None
+        self._target = target
 
     def examine(self) -> list[Examined]:
         """Look at everything that is there, or that is named."""
@@ -160,16 +161,11 @@ class Doctor:
         return findings
 
     def _examine_cache(self, place: str) -> list[Finding]:
-        target = self._load() if self.settings.target else None
-        if target is not None:
-            trunk = target.trunk
-        else:
-            about = self.config.target
-            trunk = Trunk.load(self.folder, torch_dtype(about.dtype), torch_device(about.device))
+        assert self.trunk is not None
         self.cache = examine_cache(
             place,
-            target,
-            trunk,
+            self._load() if self.settings.target else None,
+            self.trunk,
             self.marks,
             rows=self.settings.rows,
             seed=self.settings.seed,
@@ -180,17 +176,7 @@ class Doctor:
     def _examine_head(self, place: Path) -> list[Finding]:
         assert self.trunk is not None
         material = self._material(self.trunk)
-        answers = None if material is None else material.answers
-        examined = examine_head(place, self.folder, self.marks, answers)
-        findings = list(examined.findings)
-        if examined.loaded is None or faults_of(findings):
-            return findings
-        if material is None:
-            told = "no cache of this target's, and no rows to make states of: the head was not run"
-            return [*findings, Finding("agreement", "note", told, "name one, doctor.cache=…")]
-        kept = (examined.meta.get("training") or {}).get("validation") or {}
-        validated = kept.get("agreement") or self._validated()
-        return [*findings, *probe_head(examined.loaded, material, validated)]
+        return head_findings(place, self.folder, self.marks, material, self._validated())
 
     def _validated(self) -> list[float] | None:
         """Agreement by step of the run's best validation."""
@@ -198,8 +184,8 @@ class Doctor:
         path = path / "metrics.jsonl"
         if not path.exists() or (self.settings.head and not self.settings.run):
             return None
-        rows = [line for line in read_metrics(path) if line["kind"] == "validation"]
-        return max(rows, key=lambda row: (row["score"], row["step"]))["agreement"] if rows else None
+        best = best_validation(read_metrics(path))
+        return best["agreement"] if best else None
 
     def _agreement(self) -> float | None:
         validated = self._validated()
@@ -226,3 +212,31 @@ class Doctor:
         if self._target is None:
             self._target = Target.load(self.config.target)
         return self._target
+
+
+def head_findings(
+    place: Path,
+    folder: Path,
+    marks: dict[str, str],
+    material: Material | None,
+    validated: list[float] | None = None,
+) -> list[Finding]:
+    """A head's folder, and where nothing is wrong with that, how the head runs.
+
+    Args:
+        folder, marks: the target's folder and fingerprint. material: rows to run it on, None where
+            there are none. validated: agreement by step of its run, where it keeps none itself.
+    """
+    answers = None if material is None else material.answers
+    examined = examine_head(place, folder, marks, answers)
+    findings = list(examined.findings)
+    if examined.loaded is None or faults_of(findings):
+        return findings
+    if material is None:
+        told = "no cache of this target's, and no rows to make states of: the head was not run"
+        return [*findings, Finding("agreement", "note", told, "name one, doctor.cache=…")]
+    kept = (examined.meta.get("training") or {}).get("validation") or {}
+    return [
+        *findings,
+        *probe_head(examined.loaded, material, kept.get("agreement") or validated),
+    ]

@@ -15,7 +15,7 @@ from ..data.store import expanded
 from ..inference import bootstrap
 from ..inference.tables import BASELINES
 from ..models.files import read_json
-from ..train.metrics import read_metrics
+from ..train.metrics import best_validation, read_metrics
 
 Measurement = dict[str, Any]
 _ASIDE = ("work", "inputs", "overwrite", "tracker", "compare", "generate", "export", "import_head")
@@ -63,8 +63,7 @@ class RunRecord:
     @cached_property
     def validation(self) -> dict[str, Any] | None:
         """The best validation, whose weights are the head; the later of two that are equal."""
-        found = [row for row in self.metrics if row["kind"] == "validation"]
-        return max(found, key=lambda row: (row["score"], row["step"])) if found else None
+        return best_validation(self.metrics)
 
     @property
     def scored_in_engine(self) -> bool:

@@ -43,6 +43,7 @@ from .artifacts import Artifacts
 from .feed import CacheFeed, Feed, OnlineFeed, connect, serve
 from .live import LiveAcceptance
 from .run_identity import begin, end_of, is_finished, run_identity
+from .shares import take_gpu
 from .source import with_source
 from .watch import draw_curves, watched
 
@@ -75,8 +76,7 @@ def train(config: Config, invocation: Invocation) -> None:
     online = config.data.source == "online"
     roles = set_apart(config.data.online.target_ranks if online else 0)
     device = torch_device(config.target.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    take_gpu(config)
     if roles.server is not None:
         serve(config, roles)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +59,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{path} line {number} is not JSON ({error.msg}); remove that line"
             ) from error
+
+
+def best_validation(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The line of the highest score, the later of equals, among those that were measured as the
+    last was (`basis`): its weights are the head. None where nothing was validated."""
+    found = [line for line in lines if line["kind"] == "validation"]
+    alike = [line for line in found if line.get("basis") == found[-1].get("basis")]
+    return max(alike, key=lambda line: (line["score"], line["step"]), default=None)

@@ -2,8 +2,8 @@
 
 Each writes its JSON to work/bench/NAME.json; the table shows the ratios in it: the entries of
 `ratios` (what, ratio, against), or else every number whose name says ratio. A bench that fails is
-named, and the rest go on. Left out, by hand: families (needs trained heads), peers (needs the other
-trainers installed) and soak (proves, and times nothing).
+named, and the rest go on. Left out, by hand: doctor and families (need trained heads), peers (needs
+the other trainers installed) and soak (proves, and times nothing).
 
     python -m draftsmith.scripts.bench [NAME …]
 """
@@ -20,7 +20,7 @@ from typing import Any
 from ...models.files import atomic_write_json, read_json
 
 FOLDER = Path("work") / "bench"
-BY_HAND = ("families", "peers", "soak")
+BY_HAND = ("doctor", "families", "peers", "soak")
 ARGUMENTS = {"long_context": ["lengths=4096", "steps=3", "out={out}"]}
 """Where others than `OUT.json` are wanted."""
 

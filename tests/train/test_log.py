@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from draftsmith.train.log import RunLog
-from draftsmith.train.metrics import read_metrics
+from draftsmith.train.metrics import best_validation, read_metrics
 from draftsmith.train.tracker import Tracker
 
 
@@ -63,3 +63,15 @@ def test_waiting_is_told_once_and_only_where_it_costs(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"50% of the time before step 3 .* train\.prefetch=3"):
         log.trained(3, 0.1, _figures(0.5, 10.0))
     log.trained(4, 0.1, _figures(0.5, 10.0))  # a second warning would be an error
+
+
+def test_the_best_validation_is_of_the_last_measure() -> None:
+    """Scores of another basis do not compare; of equals the later counts."""
+
+    def line(step: int, score: float, basis: str) -> dict[str, Any]:
+        return {"kind": "validation", "step": step, "score": score, "basis": basis}
+
+    lines = [line(1, 9.0, "a"), line(2, 1.0, "b"), line(3, 2.0, "b"), line(4, 2.0, "b")]
+    best = best_validation([*lines, {"kind": "train", "step": 5}])
+    assert best is not None and best["step"] == 4
+    assert best_validation([]) is None
