@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...inference.batch import Batch
 from ...inference.head_drafter import HeadDrafter
 from ...models.files import atomic_write_json, read_json, sha256_file
 from ...models.heads import build_head, load_head
@@ -176,8 +177,11 @@ def off(bench: Bench, head: Path) -> list[str]:
     """A head as it is, in an engine that hands it the states of the place before."""
     right = HeadDrafter.observe
 
-    def wrong(self: HeadDrafter, batch: Any, states: dict[int, Tensor], *rest: Any) -> Any:
-        return right(self, batch, {k: state.roll(1, 0) for k, state in states.items()}, *rest)
+    def wrong(
+        self: HeadDrafter, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]
+    ) -> None:
+        before = {boundary: state.roll(1, 0) for boundary, state in states.items()}
+        right(self, batch, before, next_tokens)
 
     HeadDrafter.observe = wrong
     try:
