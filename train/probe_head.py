@@ -9,11 +9,8 @@
     validated  agreement against what its run measured when these weights were chosen
     engine     the engine's drafts against the trainer's forward, float32 (parity.py)
 
-Each alternative is run with these very weights. One that does clearly better than what is
-configured is what the head was trained for, and a fault of that name. Those of the head's inputs
-are judged by the overlap of its distribution with the target's on the same rows, sum of min(p, q):
-what the target would accept at temperature 1. A head of minutes' training hits the target's choice
-so seldom that hits cannot tell; the overlap moves on every row.
+Each alternative is run with these very weights. One that agrees far better than what is configured
+is what the head was trained for, and a fault of that name.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ from .unroll import UnrollContext, unroll
 
 _PLACES = 512  # head rows whose logits are worked out
 _FEW = 24
-_MARGIN, _TIMES, _SIGMAS = 0.05, 1.3, 4.0  # by how much another shift must win
-_BETTER = 1.03  # times the overlap, by which another input must win
+_MARGIN, _TIMES, _SIGMAS = 0.05, 1.3, 4.0  # by how much an alternative must win
 _ALL = 0.8  # agreement at another shift that only training gives
 _NOTHING = 0.005  # agreement that chance reaches
 _HALF, _MOST = 0.5, 0.8  # of the agreement that was validated
@@ -46,16 +42,12 @@ _STEPS = 4
 
 
 class _Hits(NamedTuple):
-    """Which head rows [n] choose as the target does, bool: at step 0 by shift, and at step 1.
-    overlap: of its distribution with the target's, float [n], at steps 0 and 1; shifted: of step 0
-    with the target's one place later."""
+    """Which head rows [n] choose as the target does, bool: at step 0 by shift, and at step 1."""
 
     early: Tensor
     right: Tensor
     late: Tensor
     next: Tensor
-    overlap: tuple[Tensor, Tensor]
-    shifted: Tensor
 
 
 def _share(hits: Tensor) -> float:
@@ -87,7 +79,7 @@ def probe_head(
     trial = _Trial(loaded, material, rows)
     base = trial.measure(head)
     if base is None:
-        told = "its states or logits are not finite"
+        told = "what it hands to lm_head is not finite"
         return [Finding("agreement", "fault", told, "lower train.lr; keep the head's norms")]
     others = _judged([_shift(base), *_alternatives(head, material, trial, base)])
     if not faults_of(others):
@@ -105,8 +97,8 @@ def _rows(batch: PackedBatch) -> Tensor:
 
 
 class _Other(NamedTuple):
-    """An alternative: its hits or overlaps [n] beside those of what is configured, on the same
-    rows, and the words for both. margin, times: by how much it must be better to win."""
+    """An alternative: its hits beside those of what is configured, on the same rows, and the words
+    for both."""
 
     check: str
     base: Tensor
@@ -115,29 +107,23 @@ class _Other(NamedTuple):
     fault: str
     remedy: str
     note: str = ""
-    margin: float = _MARGIN
-    times: float = _TIMES
-
-    @property
-    def sigmas(self) -> float:
-        """The gain in standard errors of the paired differences (of hits: McNemar's test)."""
-        gained = self.other.double() - self.base.double()
-        error = math.sqrt(max(float(gained.square().sum()), 1e-12))
-        return float(gained.sum()) / error
 
     @property
     def wins(self) -> bool:
-        """Whether the head was trained for it, by all appearance: better by more than chance
-        explains, and by enough to matter."""
+        """Whether the head was trained for it, by all appearance: far more rows agree, and more
+        than chance explains (McNemar's test on the rows in which the two differ)."""
         base, other = _share(self.base), _share(self.other)
-        return self.sigmas > _SIGMAS and other > base + self.margin and other > self.times * base
+        gained = int((self.other & ~self.base).sum())
+        lost = int((self.base & ~self.other).sum())
+        clear = gained - lost > _SIGMAS * math.sqrt(max(1, gained + lost))
+        return clear and other > base + _MARGIN and other > _TIMES * base
 
 
 def _judged(others: list[_Other]) -> list[Finding]:
-    """Of alternatives that win, the one that wins most clearly is the fault; the others win by the
-    same cause. What is wrong at the first step comes before `recycle`, which is of the second."""
+    """Of alternatives that win, the one with the highest agreement is the fault; the others win by
+    the same cause."""
     winning = [one for one in others if one.wins]
-    best = max(winning, key=lambda one: (one.check != "recycle", one.sigmas), default=None)
+    best = max(winning, key=lambda one: _share(one.other)) if winning else None
     found = []
     for one in others:
         if one is best:
@@ -149,23 +135,22 @@ def _judged(others: list[_Other]) -> list[Finding]:
 
 def _shift(base: _Hits) -> _Other:
     """A head begins as the target's next token, x_(p+1), and leans there while it has learnt
-    little; only one that says hardly anything else was trained to. What leans there may resemble
-    x_(p+3) by the text alone, so the overlap with it tells only of a head that does not."""
+    little; only one that says hardly anything else was trained to."""
     before, right, late = map(_share, base[:3])
     told = f"agreement by shift -1: {before:.1%}, 0: {right:.1%}, +1: {late:.1%}"
+    early = before > max(right, _ALL)
+    place = "x_(p+1), which it is fed" if early else "x_(p+3)"
+    remedy = "its training shifted inputs and teacher otherwise: train it here"
     leans = "it still leans to what it began with, the token it is fed: train longer"
-    fault, remedy = (
-        "row p predicts {}, not x_(p+2)",
-        "its training shifted inputs and teacher otherwise: train it here",
+    return _Other(
+        "shift",
+        base.right,
+        base.early if early else base.late,
+        told,
+        f"row p predicts {place}, not x_(p+2)",
+        remedy,
+        leans if before > right else "",
     )
-    if before > max(right, _ALL):
-        fault = fault.format("x_(p+1), which it is fed")
-        return _Other("shift", base.right, base.early, told, fault, remedy, leans)
-    fault = fault.format("x_(p+3)")
-    if before >= late:
-        note = leans if before > right else ""
-        return _Other("shift", base.right, base.late, told, fault, remedy, note)
-    return _Other("shift", base.overlap[0], base.shifted, told, fault, remedy, "", 0.0, _BETTER)
 
 
 def _alternatives(head: Head, material: Material, trial: _Trial, base: _Hits) -> Iterator[_Other]:
@@ -173,12 +158,11 @@ def _alternatives(head: Head, material: Material, trial: _Trial, base: _Hits) ->
     config, remedy = head.config, "give its config.json what it was trained with, or train it again"
 
     def other(check: str, what: str, found: _Hits | None, step: int = 0) -> _Other:
-        one = base.overlap[step]
-        two = torch.zeros_like(one) if found is None else found.overlap[step]
-        told = f"overlap with the target's distribution{' at the second step' if step else ''} "
-        told += f"{_share(one):.1%} as configured, {_share(two):.1%} {what}"
-        made = _Other(check, one, two, told, f"trained {what}", remedy, "", 0.0, _BETTER)
-        return made._replace(told=f"{told} ({made.sigmas:+.1f} standard errors)")
+        one = base.next if step else base.right
+        two = torch.zeros_like(one) if found is None else (found.next if step else found.right)
+        told = f"agreement{' at the second step' if step else ''} {_share(one):.1%} as configured, "
+        told += f"{_share(two):.1%} {what}"
+        return _Other(check, one, two, told, f"trained {what}", remedy)
 
     if head.recycle.hidden_fed == "post-final-norm":
         found = trial.measure(head, raw=True)
@@ -196,13 +180,11 @@ def _alternatives(head: Head, material: Material, trial: _Trial, base: _Hits) ->
         yield other("recycle", what, found, step=1)
         if material.more is not None:
             layers = int(head.target_config.num_hidden_layers)
-            moved = [tuple(k + by for k in head.boundaries) for by in (-1, 1)]
-            moved = [ids for ids in moved if ids[0] >= 0 and ids[-1] <= layers]
-            lacking = sorted({k for ids in moved for k in ids} - set(material.states))
-            further = material.more(tuple(lacking)) if lacking else {}
-            for ids in moved:
-                found = trial.measure(_reshaped(head, boundaries=ids), further)
-                yield other("boundaries", f"on boundaries {list(ids)}", found)
+            for by in (-1, 1):
+                ids = tuple(k + by for k in head.boundaries)
+                if ids[0] >= 0 and ids[-1] <= layers:
+                    found = trial.measure(_reshaped(head, boundaries=ids), material.more(ids))
+                    yield other("boundaries", f"on boundaries {list(ids)}", found)
 
 
 def _word(on: bool) -> str:
@@ -219,7 +201,6 @@ def _reshaped(head: Head, **settings: Any) -> Head:
 class _Trial:
     """Head rows [n], and what the target says one place before, at, and one behind each."""
 
-    @torch.no_grad()
     def __init__(self, loaded: LoadedHead, material: Material, rows: Tensor) -> None:
         trunk = self.trunk = material.trunk
         self.batch, self.rows = material.batch, rows
@@ -228,15 +209,13 @@ class _Trial:
             k: state.to(trunk.device, trunk.dtype) for k, state in material.states.items()
         }
         normed = trunk.norm(self.states[max(self.states)])
-        logits = [trunk.logits(normed[rows + place]).float() for place in range(3)]
-        self.teacher = [self._choice(one) for one in logits]
-        self.wanted = [self._kept(one.softmax(-1)) for one in logits[1:]]
+        self.teacher = [self._choice(trunk.logits(normed[rows + place])) for place in range(3)]
 
     @torch.no_grad()
     def measure(
         self, head: Head, further: dict[int, Tensor] | None = None, raw: bool = False
     ) -> _Hits | None:
-        """Hits of a head; None where its states or logits are not finite.
+        """Hits of a head; None where what it drafts is not finite.
 
         Args:
             further: states of other boundaries. raw: feed the state before the final norm.
@@ -254,32 +233,20 @@ class _Trial:
             states={**self.states, **more},
             context=UnrollContext(self.batch.starts),
         )[:, self.rows]
-        logits = [self._logits(head, drafted[step], step) for step in range(steps)]
-        if not bool(torch.stack([one.isfinite().all() for one in [drafted, *logits]]).all()):
+        if not bool(drafted.isfinite().all()):
             return None
-        chosen = [self._choice(one) for one in logits]
-        if self.ids is not None:
-            chosen = [self.ids[columns] for columns in chosen]
-        overlap = [
-            torch.minimum(one.softmax(-1), wanted).sum(-1)
-            for one, wanted in zip(logits, self.wanted, strict=False)
-        ]
+        chosen = [self._drafts(head, drafted[step], step) for step in range(steps)]
         early, right, late = (chosen[0] == one for one in self.teacher)
-        following = chosen[1] == self.teacher[2] if steps > 1 else right
-        shifted = torch.minimum(logits[0].softmax(-1), self.wanted[1]).sum(-1)
-        return _Hits(early, right, late, following, (overlap[0], overlap[-1]), shifted)
+        return _Hits(early, right, late, chosen[1] == self.teacher[2] if steps > 1 else right)
 
-    def _logits(self, head: Head, drafted: Tensor, step: int) -> Tensor:
-        """[n, Vd] float32 of what a head hands over [n, H]; one lm_head for all steps, or one for
-        each."""
+    def _drafts(self, head: Head, drafted: Tensor, step: int) -> Tensor:
+        """Target ids [n] of what lm_head makes of [n, H]; one for all steps, or one for each."""
         if head.lm_head is None:
-            return self.trunk.logits(drafted, self.ids).float()
-        rows = head.lm_head if head.lm_head.dim() == 2 else head.lm_head[step]
-        return (drafted @ rows.T).float()
-
-    def _kept(self, probabilities: Tensor) -> Tensor:
-        """[n, Vd] of [n, V]: those of the ids that are drafted from."""
-        return probabilities if self.ids is None else probabilities[:, self.ids]
+            columns = self._choice(self.trunk.logits(drafted, self.ids))
+        else:
+            rows = head.lm_head if head.lm_head.dim() == 2 else head.lm_head[step]
+            columns = self._choice(drafted @ rows.T)
+        return columns if self.ids is None else self.ids[columns]
 
     @staticmethod
     def _choice(logits: Tensor) -> Tensor:

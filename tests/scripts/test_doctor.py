@@ -35,7 +35,6 @@ from draftsmith.models.trunk import Trunk
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.examination import Doctor
 from draftsmith.train.objective import Objective
-from draftsmith.train.probe_head import _Other
 
 NO_NORMS = NormConfig(False, False, False, False)
 FAMILIES = {
@@ -554,50 +553,6 @@ def test_a_head_that_was_trained_on_something_else(
     """A teacher one place further: what its weights agree with names the fault."""
     late = learn(captured, HeadConfig(), tmp_path / "late", change=_one_further)
     assert sound.head_faults(late) == ["shift"]
-
-
-def test_weights_that_lack_what_the_head_is_not_fed(sound: Sound, tmp_path: Path) -> None:
-    """The same function, of the state before the final norm: that norm's weight lies in the head's
-    own."""
-    head = tmp_path / "head"
-    shutil.copytree(sound.head, head)
-    norm = Trunk.load(sound.root / "target", torch.float32).final_norm
-    weight = next(norm.parameters()).detach()
-    _tensors(head, lambda held: held["blocks.0.hnorm.weight"].mul_(weight))
-    assert sound.head_faults(head) == ["norm"]
-
-
-@pytest.mark.parametrize(
-    ("check", "settings"), [("boundaries", {"boundaries": [1, 2]}), ("recycle", {})]
-)
-def test_an_eagle3_head_under_another_configuration(
-    sound: Sound,
-    captured: tuple[Target, _states],
-    tmp_path: Path,
-    check: str,
-    settings: dict[str, Any],
-) -> None:
-    """Boundaries counted from one; recycled on the other side of the output norm."""
-    head = learn(captured, FAMILIES["eagle3"], tmp_path / "head")
-    meta = read_json(head / "config.json")
-    meta["head"] |= settings or {"norm_output": True}
-    if not settings:
-        meta["recycle"]["recycled"] = "post-output-norm"
-    atomic_write_json(head / "config.json", meta)
-    faults = sound.faults(sound.root, f"doctor.head={head}")
-    assert faults == [("head", check)]
-
-
-def test_a_small_gain_on_every_row_is_told_from_noise() -> None:
-    """Overlaps: the same mean gain, steady or by a few rows; and one too small to matter."""
-    base = torch.full((200,), 0.2)
-    steady, lucky, slight = base + 0.02, base.clone(), base + 0.001
-    lucky[:5] += 0.8
-
-    def wins(other: Tensor) -> bool:
-        return _Other("norm", base, other, "", "", "", "", 0.0, 1.03).wins
-
-    assert [wins(steady), wins(lucky), wins(slight)] == [True, False, False]
 
 
 def test_an_engine_that_runs_something_else(sound: Sound, monkeypatch: pytest.MonkeyPatch) -> None:
