@@ -135,11 +135,8 @@ def _greedy(batch: Batch, proposals: list[Proposal], choices: list[int]) -> Verd
     """The paths along the target's own choices [N]."""
     verdict = Verdict([], [])
     for proposal, first in zip(proposals, batch.starts, strict=False):
-
-        def choice(row: int, _: int, first: int = first) -> int:
-            return choices[first + row]
-
-        path, token = _walk(proposal, choice)
+        own = choices[first:]
+        path, token = _walk(proposal, lambda row, _, own=own: own[row])
         verdict.kept.append(path)
         verdict.following.append(token)
     return verdict

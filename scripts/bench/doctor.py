@@ -42,11 +42,10 @@ def everything(bench: Bench) -> Iterator[Planted]:
 def sound(bench: Bench) -> Iterator[tuple[str, Callable[[], list[str]]]]:
     """What is whole; each fault told of it is a false alarm."""
     yield "the slice", lambda: bench.faults(bench.sound)
+    # Of runs that were kept; the short ones try rates at which some do blow up.
     for path in sorted(bench.out.glob("*/head/config.json")):
-        head = path.parent
-        yield f"sound: {head.parent.name} head", lambda head=head: bench.head_faults(head)
-    for path in sorted(bench.out.glob("*/metrics.jsonl")):
-        run = path.parent
+        head, run = path.parent, path.parent.parent
+        yield f"sound: {run.name} head", lambda head=head: bench.head_faults(head)
         yield f"sound: {run.name} log", lambda run=run: bench.run_faults(run)
 
 
