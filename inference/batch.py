@@ -19,6 +19,7 @@ from ..kernels.paged_attention import paged_attention
 from ..kernels.paged_rows import DraftedRows, PagedRows
 from ..kernels.tree_attention import tree_attention
 from ..kernels.tree_build import ABSENT, TreeTables, build_trees
+from ..models.attention import OverPages
 from .pages import KVPool
 from .sequence import Sequence
 from .tree import depths_of
@@ -228,7 +229,7 @@ def _slots_of(sequence: Sequence, length: int, device: torch.device) -> slice | 
     return base.flatten()[:length]
 
 
-class PagedContext:
+class PagedContext(OverPages):
     """Attention over the pages: each layer stores its rows, then every row sees its sequence up to
     itself, or of a tree its own path.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept import DraftLaw, draw
+from ..kernels.top_ranked import top_ranked
 from ..kernels.tree_build import rerank
 from ..models.heads import Head
 from .batch import Batch
@@ -120,19 +121,16 @@ class TreeHeadDrafter(HeadDrafter):
     ) -> None:
         """Give the leaves their children; the children that get some next are the new leaves."""
         logits = self.logits(drafted, level)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
         widths = [self._widths(trees[index], depths[index]) for index in active]
-        best = logits.topk(min(max(map(max, widths)), logits.shape[1]), -1)
-        # Clamped, for rounding must not lift a child above its parent.
-        ranked = (best.values - logits.logsumexp(-1, keepdim=True)).clamp_(max=0)
-        chances, tokens = ranked.tolist(), best.indices.tolist()
+        ranked = top_ranked(logits, min(max(map(max, widths)), logits.shape[1]))
+        chances, tokens = (table.tolist() for table in ranked)
         for index, wide in zip(active, widths, strict=True):
             tree, sequence = trees[index], sequences[index]
             leaves, tree.leaves = tree.leaves, []
             for leaf, width in zip(leaves, wide, strict=True):
                 if self._draws(sequence):
-                    law = probabilities(logits[leaf.row][None], sequence.params)[0]
+                    wide = torch.promote_types(logits.dtype, torch.float32)
+                    law = probabilities(logits[leaf.row][None].to(wide), sequence.params)[0]
                     tree.laws.append(law)
                     found = _drawn(sequence, law, width)
                     gains = [0.0] * len(found)

@@ -26,7 +26,13 @@ from .native import INTEGER, POINTER, Native
 if TYPE_CHECKING:
     import triton.language as tl
 
-_NATIVE = Native("tree_build", {"build_trees": [*[POINTER] * 4, INTEGER, INTEGER]})
+_NATIVE = Native(
+    "tree_build",
+    {
+        "build_trees": [*[POINTER] * 4, *[INTEGER] * 2],
+        "rerank": [*[POINTER] * 4, *[INTEGER] * 3],
+    },
+)
 
 ABSENT = -2
 """The parent of a column that does not exist."""
@@ -147,9 +153,17 @@ def rerank(scores: Tensor, parents: Tensor, keep: int) -> tuple[Tensor, Tensor]:
         (their columns [B, keep] ascending, -1 behind the last; their parents [B, keep] among the
         kept ones, -2 behind the last).
     """
-    if not use_triton(scores):
+    native = scores.dtype == torch.float64 and _NATIVE.serves(scores)
+    if not native and not use_triton(scores):
         return rerank_reference(scores, parents, keep)
     batch, size = scores.shape
+    if native:
+        scores, parents = scores.contiguous(), parents.contiguous()
+        assert parents.dtype == torch.int64
+        kept, above = torch.empty(2, batch, keep, dtype=torch.int64)
+        pointers = [one.data_ptr() for one in (scores, parents, kept, above)]
+        _NATIVE.functions.rerank(*pointers, batch, size, keep)
+        return kept, above
     chosen = torch.full((batch, keep), -1, dtype=torch.int64, device=scores.device)
     renumbered = torch.full_like(chosen, ABSENT)
     if scores.numel():

@@ -7,7 +7,7 @@ the engine, the unrolled steps of training. Widths of keys and values may differ
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class AttentionContext(Protocol):
         ...
 
 
-@runtime_checkable
-class OverPages(Protocol):
-    """A context whose keys lie in pages, which whole layers may read and write by themselves."""
+class OverPages:
+    """A context whose keys lie in pages, which whole layers may read and write by themselves. (No
+    protocol: asking whether an object keeps one takes as long as a norm.)"""
 
     def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
         """The pages of these layers, where every sequence has few rows that see all before them;
@@ -48,7 +48,7 @@ class OverPages(Protocol):
         Args:
             like: [Hk, 1, D], a layer's keys and values in shape and dtype.
         """
-        ...
+        raise NotImplementedError
 
 
 class PackedContext:

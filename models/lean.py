@@ -164,7 +164,7 @@ class LeanStack:
 
     def __init__(self, decoder: Any) -> None:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(decoder.layers)]
-        self.rotary = decoder.rotary_emb
+        self.rotary = LeanRotary(decoder.rotary_emb)
         self.fused = _pass(self.layers)
 
     @staticmethod
@@ -189,7 +189,7 @@ class LeanStack:
         unknown = sorted(k for k in boundaries if not 0 <= k <= last)
         if unknown:
             raise ValueError(f"boundaries {unknown}: this target has boundaries 0 to {last}")
-        cos, sin = lean_rotary(self.rotary, embeds, positions)
+        cos, sin = self.rotary(embeds, positions)
         kept = [boundary - 1 for boundary in boundaries if boundary]
         done = _in_one_call(self.layers, self.fused, embeds, cos, sin, context, kept)
         if done is not None:
@@ -208,13 +208,36 @@ class LeanStack:
         return caught
 
 
-def lean_rotary(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [N, D] of the family's own rotary module, the first half of sin negated for a
-    swap of halves."""
-    cos, sin = rotary(like[None], positions[None])
-    sin = sin[0].clone()
-    sin[:, : sin.shape[1] // 2].neg_()
-    return cos[0], sin
+class LeanRotary:
+    """cos and sin of a family's own rotary module, the first half of sin negated for a swap of
+    halves. On a CPU they are looked up in a table of all positions so far, which holds the very
+    values that the module gives: its dozen small calls are a tenth of a head's pass.
+
+    Args:
+        rotary: a `LlamaRotaryEmbedding` or a relative, or our `Rotary`.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self.rotary = rotary
+        # There the frequencies change with the longest position of a pass.
+        self.fixed = getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")
+        self.table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """like [N, H], for its dtype and device; positions [N] int64 -> [N, D] each."""
+        if not self.fixed or like.device.type != "cpu":
+            return self._turned(like, positions)
+        longest = int(positions.max()) + 1
+        if self.table is None or len(self.table[0]) < longest or self.table[0].dtype != like.dtype:
+            self.table = self._turned(like, torch.arange(max(1024, 2 * longest)))
+        cos, sin = self.table
+        return cos[positions], sin[positions]
+
+    def _turned(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(like[None], positions[None])
+        sin = sin[0].clone()
+        sin[:, : sin.shape[1] // 2].neg_()
+        return cos[0], sin
 
 
 def _plain(module: nn.Module) -> Norm | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
 from ..layer import decoder_layer, drop_input_norm, residual_step, widen
-from ..lean import LeanLayer, lean_rotary
+from ..lean import LeanLayer, LeanRotary
 from ..norm import RMSNorm, side_by_side
 from ..trunk import Trunk
 from .config import HeadConfig, recycle_spec
@@ -153,6 +153,7 @@ class _LeanEagle3:
         self.source = head
         self.fc = PackedLinear(head.fc.weight)
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(head.layers)]
+        self.rotary = LeanRotary(head.rotary)
 
     def feed(self, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
         """See `Head.feed`."""
@@ -169,7 +170,7 @@ class _LeanEagle3:
     ) -> HeadStep:
         head = self.source
         read, residual = head.read(embeds, hidden)
-        cos, sin = lean_rotary(head.rotary, hidden, positions)
+        cos, sin = self.rotary(hidden, positions)
         x = self.layers[0].after(read, residual, cos, sin, context)
         for layer in self.layers[1:]:
             x = layer(x, cos, sin, context)

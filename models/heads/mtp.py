@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...kernels.packed_linear import PackedLinear
 from ..attention import AttentionContext
 from ..layer import decoder_layer, drop_input_norm
-from ..lean import LeanLayer, lean_rotary
+from ..lean import LeanLayer, LeanRotary
 from ..norm import RMSNorm, side_by_side
 from ..trunk import Trunk
 from .config import HeadConfig, RecycleSpec, recycle_spec
@@ -147,6 +147,7 @@ class _LeanModule:
         self.source = block
         self.projection = PackedLinear(block.eh_proj.weight)
         self.layer = LeanLayer(block.layer, index)
+        self.rotary = LeanRotary(block.rotary)
 
     def __call__(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, context: AttentionContext
@@ -154,7 +155,7 @@ class _LeanModule:
         fused = self.projection(self.source.read(embeds, hidden, positions))
         if self.source.eh_proj.bias is not None:
             fused = fused + self.source.eh_proj.bias
-        cos, sin = lean_rotary(self.source.rotary, fused, positions)
+        cos, sin = self.rotary(fused, positions)
         return self.source.result(self.layer(fused, cos, sin, context))
 
 

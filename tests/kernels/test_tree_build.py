@@ -10,6 +10,7 @@ from draftsmith.kernels.tree_build import (
     build_trees,
     build_trees_reference,
     rerank,
+    rerank_reference,
 )
 
 
@@ -53,6 +54,8 @@ def test_what_is_kept_is_closed_under_parents(keep: int, spread: float):
         for node, parent in enumerate(parents.tolist()):
             scores[node] = gains[node] + (scores[parent] if parent >= 0 else 0)
         chosen, renumbered = rerank(scores[None], parents[None], keep)
+        plain = rerank_reference(scores[None], parents[None], keep)
+        assert torch.equal(chosen, plain[0]) and torch.equal(renumbered, plain[1])
         nodes = [node for node in chosen[0].tolist() if node >= 0]
         assert len(nodes) == min(keep, 12) and nodes == sorted(nodes)
         for place, node in enumerate(nodes):
