@@ -220,7 +220,16 @@ def main(arguments: list[str]) -> int:
         results.append({**asdict(case), "forecast": expected, "measured": found, "ratio": ratio})
     if arguments:
         machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        atomic_write_json(Path(arguments[0]), machine | {"cases": results})
+        ratios = [
+            {
+                "what": f"bytes foreseen, {one['kind']}, {one['tokens']} tokens, K {one['steps']}, "
+                f"stage {one['stage']}, {one['precision']}",
+                "ratio": one["ratio"],
+                "against": "measured",
+            }
+            for one in results
+        ]
+        atomic_write_json(Path(arguments[0]), machine | {"cases": results, "ratios": ratios})
     return 0
 
 
