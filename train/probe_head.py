@@ -1,7 +1,8 @@
 """Running a head on real rows, to say what it was trained for if not for what it is given.
 
     agreement  the head's choice against the target's at steps 0 and 1, the text's own tokens fed
-    shift      against the target's choice one place earlier and later: the right one must win
+    shift      against the target's choice one place earlier and later: the right one must win;
+               medusa: no other block must say at step 0 what its first should
     norm       fed the state before the target's final norm instead of after it
     fusion     state and embedding exchanged
     boundaries one higher and one lower than configured (needs the target)
@@ -75,7 +76,7 @@ def probe_head(
     if base is None:
         told = "its states or logits are not finite"
         return [Finding("agreement", "fault", told, "lower train.lr; keep the head's norms")]
-    others = _judged([_shift(base), *_alternatives(head, material, trial, base)])
+    others = _judged([_shift(base, trial), *_alternatives(head, material, trial, base)])
     if not faults_of(others):
         others += _validated(base, validated)
     # What is found there explains why it agrees in nothing.
@@ -152,9 +153,18 @@ def _gain(base: list[Nearness], other: list[Nearness], trial: Trial) -> _Gain:
     )
 
 
-def _shift(base: Said) -> _Other:
+def _shift(base: Said, trial: Trial) -> _Other:
     """A head begins as the target's next token, x_(p+1), and leans there while it has learnt
     little; only one that says hardly anything else was trained to."""
+    for number, block in enumerate(base.blocks[1:], 1):
+        gain = _gain(base.blocks[:1], [block], trial)
+        if gain.wins:
+            told = f"block 0 is {-_share(base.blocks[0].nats):.3f} nats from the target's "
+            told += f"distribution of x_(p+2), block {number} {-_share(block.nats):.3f} "
+            told += f"({gain.sigmas:+.1f} standard errors)"
+            remedy = "put its blocks in their order; a trainer that counts otherwise shifts them"
+            fault = "its blocks are a step off, or in another order"
+            return _Other("shift", True, gain.sigmas, told, fault, remedy)
     before, right, late = _share(base.early), _share(base.right), _share(base.late)
     told = f"agreement by shift -1: {before:.1%}, 0: {right:.1%}, +1: {late:.1%}"
     early = before > max(right, _ALL)

@@ -45,7 +45,7 @@ class Said(NamedTuple):
     Attributes:
         early, right, late: bool, step 0 chooses as the target does one place before, at, and behind
             its own. next: step 1 chooses as it does at its own.
-        near: by step.
+        near: by step. blocks: of a medusa head, what each of its blocks says at step 0.
     """
 
     early: Tensor
@@ -53,6 +53,7 @@ class Said(NamedTuple):
     late: Tensor
     next: Tensor
     near: list[Nearness]
+    blocks: list[Nearness]
 
 
 class Trial:
@@ -117,16 +118,18 @@ class Trial:
             states={**self.states, **more},
             context=UnrollContext(self.batch.starts),
         )[:, self.rows]
-        near, chosen = [], []
+        near, blocks, chosen = [], [], []
         for step, wanted in enumerate(self.wanted[: len(drafted)]):
             logits = self._logits(head, drafted[step], step)
             if not bool(logits.isfinite().all()):
                 return None
             chosen.append(self._target_ids(logits.argmax(-1)))
             near.append(_nearness(logits, wanted, self.taught[step]))
+            if head.kind == "medusa":
+                blocks.append(_nearness(logits, self.wanted[0], self.taught[0]))
         early, right, late = (chosen[0] == one for one in self.choice[:3])
         following = chosen[1] == self.choice[2] if len(chosen) > 1 else right
-        return Said(early, right, late, following, near)
+        return Said(early, right, late, following, near, blocks)
 
     def _logits(self, head: Head, drafted: Tensor, step: int) -> Tensor:
         """[n, Vd] float32 of what a head hands over [n, H]; one lm_head for all steps, or one for

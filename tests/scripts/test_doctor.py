@@ -618,6 +618,22 @@ def test_a_head_that_was_trained_before_the_final_norm(
     assert sound.faults(root, f"doctor.head={wrong}") == [("head", "norm")]
 
 
+def test_medusa_blocks_of_another_step(
+    sound: Sound, captured: tuple[Target, _states], tmp_path: Path
+) -> None:
+    """The first two in each other's place."""
+    head = learn(captured, FAMILIES["medusa"], tmp_path / "head")
+    assert sound.head_faults(head) == []
+
+    def change(held: dict[str, Tensor]) -> None:
+        for name in ("weight", "bias"):
+            one, two = (f"heads.{number}.0.linear.{name}" for number in (0, 1))
+            held[one], held[two] = held[two].clone(), held[one].clone()
+
+    _tensors(head, change)
+    assert sound.head_faults(head) == ["shift"]
+
+
 def test_a_head_that_was_trained_on_what_it_recycles_no_more(
     sound: Sound, captured: tuple[Target, _states], tmp_path: Path
 ) -> None:
