@@ -247,6 +247,10 @@ def _other_eos(root: Path) -> None:
     _json(root / "target" / "tokenizer_config.json", eos_token="<pad>")
 
 
+def _one_other_eos(root: Path) -> None:
+    _json(root / "target" / "config.json", eos_token_id=0)
+
+
 def _long_tokenizer(root: Path) -> None:
     tokenizer = load_tokenizer(root / "target")
     tokenizer.add_tokens([f"<{number}>" for number in range(9)])
@@ -301,6 +305,7 @@ UPSTREAM: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "no chat template": ("target", "template", _no_template),
     "a template that writes two bos": ("target", "template", _two_bos),
     "an end of turn that stops nothing": ("target", "end", _other_eos),
+    "an end that config.json alone lacks": ("target", "end", _one_other_eos),
     "ids beyond the embedding": ("target", "vocabulary", _long_tokenizer),
     "no lm_head": ("target", "trunk", _no_lm_head),
     "NaN in lm_head": ("target", "trunk", _nan_lm_head),
@@ -345,6 +350,17 @@ def test_a_fault_of_target_or_rows(sound: Sound, tmp_path: Path, name: str) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Doctor, "_load", lambda self: pytest.fail("it went on"))
         assert sound.faults(root) == [(subject, check)]
+
+
+def test_ends_that_files_list_in_part_are_no_fault(sound: Sound, tmp_path: Path) -> None:
+    """The end of a text in one, that of a turn beside it in another, as published chat models have
+    it; and a config.json that lists none."""
+    root = sound.copy(tmp_path)
+    _json(root / "target" / "config.json", eos_token_id=0)
+    _json(root / "target" / "generation_config.json", eos_token_id=[0, 2])
+    assert sound.faults(root) == []
+    _json(root / "target" / "config.json", eos_token_id=None)
+    assert sound.faults(root) == []
 
 
 def test_rows_of_other_template_arguments(sound: Sound, tmp_path: Path) -> None:
