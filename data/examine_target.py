@@ -3,7 +3,8 @@
 trunk       embedding, final norm and lm_head are there, of one vocabulary, finite
 vocabulary  no id of the tokenizer lies beyond the embedding
 template    a small conversation is rendered, and every answer's place in it is proven
-end         the token that ends such an answer is one that the target stops at
+end         the token that ends such an answer is one that the target stops at, and no file of its
+            folder says of ends what none of the others does
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..models.files import read_json
 from ..models.skeleton import text_config
 from ..models.target import eos_ids, has_tokenizer, load_tokenizer
 from ..models.trunk import Trunk
@@ -135,9 +137,34 @@ def _ends(folder: Path, tokens: list[int], marked: list[bool]) -> list[Finding]:
     told = f"answers end with {', '.join(map(repr, words))} ({sorted(last)}), the target stops at "
     told += f"{sorted(ends)}"
     if last <= ends:
-        return [Finding("end", "ok", told)]
+        return [_agreed(folder, last, told)]
     remedy = "list the template's end-of-turn id in generation_config.json's eos_token_id"
     return [Finding("end", "fault", told, remedy)]
+
+
+def _agreed(folder: Path, last: set[int], told: str) -> Finding:
+    """What is joined here is read from one file alone elsewhere: one that lists ends, but neither
+    an answer's nor any that another source has, never stops an answer there."""
+    listed = {"the tokenizer": _ids(load_tokenizer(folder).eos_token_id)}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            about = read_json(folder / name)
+            listed[name] = _ids(about.get("eos_token_id"))
+            listed[name] |= _ids((about.get("text_config") or {}).get("eos_token_id"))
+    for name in ("config.json", "generation_config.json"):
+        ends = listed.get(name, set())
+        others = set().union(*(ids for other, ids in listed.items() if other != name))
+        if ends and others and not ends & (others | last):
+            told += f", but {name} lists {sorted(ends)} alone, and no other file these"
+            remedy = f"put the end of an answer into {name}'s eos_token_id: some engines read no "
+            return Finding("end", "fault", told, f"{remedy}other file, and would never stop")
+    return Finding("end", "ok", told)
+
+
+def _ids(value: Any) -> set[int]:
+    """An eos_token_id as it is written: one id, a list of them, or none."""
+    values = value if isinstance(value, list) else [value]
+    return {int(one) for one in values if one is not None}
 
 
 def run_ends(marked: list[bool]) -> list[int]:

@@ -1,7 +1,8 @@
 """Running a head on real rows, to say what it was trained for if not for what it is given.
 
     agreement  the head's choice against the target's at steps 0 and 1, the text's own tokens fed
-    shift      against the target's choice one place earlier and later: the right one must win
+    shift      against the target's choice one place earlier and later: the right one must win;
+               medusa: no other block must say at step 0 what its first should
     norm       fed the state before the target's final norm instead of after it
     fusion     state and embedding exchanged
     boundaries one higher and one lower than configured (needs the target)
@@ -9,8 +10,12 @@
     validated  agreement against what its run measured when these weights were chosen
     engine     the engine's drafts against the trainer's forward, float32 (parity.py)
 
-Each alternative is run with these very weights. One that agrees far better than what is configured
-is what the head was trained for, and a fault of that name.
+Each alternative is run with these very weights. One that does clearly better than what is
+configured is what the head was trained for, and a fault of that name: nearer to the target
+(trial.py) on the same rows, by far more than chance explains and by enough to matter, and so from
+the first step that it touches on; what later steps were never trained to read may suit them better.
+Of a head that comes no nearer than a constant even so nothing is concluded: it has learnt nothing
+that could tell.
 """
 
 from __future__ import annotations
@@ -26,28 +31,18 @@ from torch import Tensor
 from ..data.batches import PackedBatch
 from ..data.findings import Finding, faults_of
 from ..models.heads import Head, LoadedHead
-from ..models.trunk import Trunk
 from .material import Material
 from .parity import parity
-from .unroll import UnrollContext, unroll
+from .trial import STEPS, Nearness, Said, Trial
 
 _PLACES = 512  # head rows whose logits are worked out
 _FEW = 24
-_MARGIN, _TIMES, _SIGMAS = 0.05, 1.3, 4.0  # by how much an alternative must win
+_MARGIN, _TIMES, _SIGMAS = 0.05, 1.3, 4.0  # in agreement, by which another shift must win
+_NATS, _AT_ONCE = 0.03, 2.5  # a step, by which an alternative must win; sigmas at its first step
 _ALL = 0.8  # agreement at another shift that only training gives
 _NOTHING = 0.005  # agreement that chance reaches
 _HALF, _MOST = 0.5, 0.8  # of the agreement that was validated
 _TOLERANCE = 5e-3  # of the states' root mean square, float32 or what a GPU makes of it
-_STEPS = 4
-
-
-class _Hits(NamedTuple):
-    """Which head rows [n] choose as the target does, bool: at step 0 by shift, and at step 1."""
-
-    early: Tensor
-    right: Tensor
-    late: Tensor
-    next: Tensor
 
 
 def _share(hits: Tensor) -> float:
@@ -76,12 +71,12 @@ def probe_head(
     if len(rows) < _FEW:
         told = f"{len(rows)} supervised head rows are too few to judge by"
         return [Finding("agreement", "note", told)]
-    trial = _Trial(loaded, material, rows)
-    base = trial.measure(head)
+    trial = Trial(loaded, material, rows, len(validated) if validated else None)
+    base = trial.run(head)
     if base is None:
-        told = "what it hands to lm_head is not finite"
+        told = "its states or logits are not finite"
         return [Finding("agreement", "fault", told, "lower train.lr; keep the head's norms")]
-    others = _judged([_shift(base), *_alternatives(head, material, trial, base)])
+    others = _judged([_shift(base, trial), *_alternatives(head, material, trial, base)])
     if not faults_of(others):
         others += _validated(base, validated)
     # What is found there explains why it agrees in nothing.
@@ -97,33 +92,33 @@ def _rows(batch: PackedBatch) -> Tensor:
 
 
 class _Other(NamedTuple):
-    """An alternative: its hits beside those of what is configured, on the same rows, and the words
-    for both."""
+    """An alternative beside what is configured, on the same rows, and the words for both.
+
+    Attributes:
+        wins: whether the head was trained for it, by all appearance. sigmas: what it gains, in
+            standard errors. told, fault, remedy, note: words of a finding.
+    """
 
     check: str
-    base: Tensor
-    other: Tensor
+    wins: bool
+    sigmas: float
     told: str
     fault: str
     remedy: str
     note: str = ""
 
-    @property
-    def wins(self) -> bool:
-        """Whether the head was trained for it, by all appearance: far more rows agree, and more
-        than chance explains (McNemar's test on the rows in which the two differ)."""
-        base, other = _share(self.base), _share(self.other)
-        gained = int((self.other & ~self.base).sum())
-        lost = int((self.base & ~self.other).sum())
-        clear = gained - lost > _SIGMAS * math.sqrt(max(1, gained + lost))
-        return clear and other > base + _MARGIN and other > _TIMES * base
+
+def _sigmas(gained: Tensor) -> float:
+    """A mean gain in standard errors of its rows (of hits: McNemar's test)."""
+    gained = gained.double()
+    return float(gained.sum()) / math.sqrt(max(float(gained.square().sum()), 1e-12))
 
 
 def _judged(others: list[_Other]) -> list[Finding]:
-    """Of alternatives that win, the one with the highest agreement is the fault; the others win by
-    the same cause."""
+    """Of alternatives that win, the one that wins most clearly is the fault; the others win by the
+    same cause. What is wrong at the first step shows in the next, so `recycle` comes last."""
     winning = [one for one in others if one.wins]
-    best = max(winning, key=lambda one: _share(one.other)) if winning else None
+    best = max(winning, key=lambda one: (one.check != "recycle", one.sigmas), default=None)
     found = []
     for one in others:
         if one is best:
@@ -133,58 +128,102 @@ def _judged(others: list[_Other]) -> list[Finding]:
     return found
 
 
-def _shift(base: _Hits) -> _Other:
+class _Gain(NamedTuple):
+    """What another run gains over some steps of the same rows, nats a step."""
+
+    nats: float
+    sigmas: float
+    wins: bool
+
+
+def _gain(base: list[Nearness], other: list[Nearness], trial: Trial) -> _Gain:
+    """base, other: the steps to be judged, the first of them that on which the runs part."""
+    nats = [two.nats - one.nats for one, two in zip(base, other, strict=True)]
+    overlap = [two.overlap - one.overlap for one, two in zip(base, other, strict=True)]
+    gained = torch.stack(nats).mean(0)
+    sigmas = _sigmas(gained)
+    return _Gain(
+        _share(gained),
+        sigmas,
+        sigmas > _SIGMAS
+        and _share(gained) > _NATS
+        and _sigmas(nats[0]) > _AT_ONCE
+        and _share(torch.stack(overlap)) > 0
+        and _sigmas(other[0].overlap - trial.constant) > _SIGMAS,
+    )
+
+
+def _shift(base: Said, trial: Trial) -> _Other:
     """A head begins as the target's next token, x_(p+1), and leans there while it has learnt
     little; only one that says hardly anything else was trained to."""
-    before, right, late = map(_share, base[:3])
+    for number, block in enumerate(base.blocks[1:], 1):
+        gain = _gain(base.blocks[:1], [block], trial)
+        if gain.wins:
+            told = f"block 0 is {-_share(base.blocks[0].nats):.3f} nats from the target's "
+            told += f"distribution of x_(p+2), block {number} {-_share(block.nats):.3f} "
+            told += f"({gain.sigmas:+.1f} standard errors)"
+            remedy = "put its blocks in their order; a trainer that counts otherwise shifts them"
+            fault = "its blocks are a step off, or in another order"
+            return _Other("shift", True, gain.sigmas, told, fault, remedy)
+    before, right, late = _share(base.early), _share(base.right), _share(base.late)
     told = f"agreement by shift -1: {before:.1%}, 0: {right:.1%}, +1: {late:.1%}"
     early = before > max(right, _ALL)
     place = "x_(p+1), which it is fed" if early else "x_(p+3)"
-    remedy = "its training shifted inputs and teacher otherwise: train it here"
+    other, share = (base.early, before) if early else (base.late, late)
+    sigmas = _sigmas(other.float() - base.right.float())
     leans = "it still leans to what it began with, the token it is fed: train longer"
     return _Other(
         "shift",
-        base.right,
-        base.early if early else base.late,
+        sigmas > _SIGMAS and share > right + _MARGIN and share > _TIMES * right,
+        sigmas,
         told,
         f"row p predicts {place}, not x_(p+2)",
-        remedy,
+        "its training shifted inputs and teacher otherwise: train it here",
         leans if before > right else "",
     )
 
 
-def _alternatives(head: Head, material: Material, trial: _Trial, base: _Hits) -> Iterator[_Other]:
+def _alternatives(head: Head, material: Material, trial: Trial, base: Said) -> Iterator[_Other]:
     """The head run otherwise than it is configured."""
     config, remedy = head.config, "give its config.json what it was trained with, or train it again"
 
-    def other(check: str, what: str, found: _Hits | None, step: int = 0) -> _Other:
-        one = base.next if step else base.right
-        two = torch.zeros_like(one) if found is None else (found.next if step else found.right)
-        told = f"agreement{' at the second step' if step else ''} {_share(one):.1%} as configured, "
-        told += f"{_share(two):.1%} {what}"
-        return _Other(check, one, two, told, f"trained {what}", remedy)
+    def other(check: str, what: str, found: Said | None, steps: slice) -> _Other:
+        near = base.near[steps]
+        one = sum(_share(step.nats) for step in near) / len(near)
+        where = "" if steps.stop == 1 else f" over steps {steps.start or 0} to {trial.steps - 1}"
+        told = f"{-one:.3f} nats from the target's distribution{where} as configured, "
+        if found is None:
+            return _Other(check, False, 0.0, f"{told}not finite {what}", "", remedy)
+        gain = _gain(near, found.near[steps], trial)
+        told += f"{-one - gain.nats:.3f} {what} ({gain.sigmas:+.1f} standard errors)"
+        return _Other(check, gain.wins, gain.sigmas, told, f"trained {what}", remedy)
 
+    first, following, every = slice(0, 1), slice(1, None), slice(0, None)
     if head.recycle.hidden_fed == "post-final-norm":
-        found = trial.measure(head, raw=True)
-        yield other("norm", "with the state before the final norm", found)
+        found = trial.run(head, raw=True, steps=1)
+        yield other("norm", "with the state before the final norm", found, first)
     if head.kind in ("mtp", "eagle"):
-        found = trial.measure(_reshaped(head, hidden_first=not config.hidden_first))
-        yield other("fusion", f"with head.hidden_first={_word(not config.hidden_first)}", found)
-        if config.norms.output and head.num_modules == 1:
-            found = trial.measure(_reshaped(head, recycle_raw=not config.recycle_raw))
+        found = trial.run(_reshaped(head, hidden_first=not config.hidden_first), steps=1)
+        what = f"with head.hidden_first={_word(not config.hidden_first)}"
+        yield other("fusion", what, found, first)
+        if config.norms.output and head.num_modules == 1 and trial.steps > 1:
+            found = trial.run(_reshaped(head, recycle_raw=not config.recycle_raw))
             what = f"with head.recycle_raw={_word(not config.recycle_raw)}"
-            yield other("recycle", what, found, step=1)
+            yield other("recycle", what, found, following)
     if head.kind == "eagle3":
-        found = trial.measure(_reshaped(head, norm_output=not config.norm_output))
-        what = f"with head.norm_output={_word(not config.norm_output)}"
-        yield other("recycle", what, found, step=1)
+        if trial.steps > 1:
+            found = trial.run(_reshaped(head, norm_output=not config.norm_output))
+            what = f"with head.norm_output={_word(not config.norm_output)}"
+            yield other("recycle", what, found, following)
         if material.more is not None:
             layers = int(head.target_config.num_hidden_layers)
-            for by in (-1, 1):
-                ids = tuple(k + by for k in head.boundaries)
-                if ids[0] >= 0 and ids[-1] <= layers:
-                    found = trial.measure(_reshaped(head, boundaries=ids), material.more(ids))
-                    yield other("boundaries", f"on boundaries {list(ids)}", found)
+            moved = [tuple(k + by for k in head.boundaries) for by in (-1, 1)]
+            moved = [ids for ids in moved if ids[0] >= 0 and ids[-1] <= layers]
+            lacking = {k for ids in moved for k in ids} - set(material.states)
+            further = material.more(tuple(sorted(lacking))) if lacking else {}
+            for ids in moved:
+                found = trial.run(_reshaped(head, boundaries=ids), further)
+                yield other("boundaries", f"on boundaries {list(ids)}", found, every)
 
 
 def _word(on: bool) -> str:
@@ -198,70 +237,7 @@ def _reshaped(head: Head, **settings: Any) -> Head:
     return other.to(next(head.parameters()).device).eval()
 
 
-class _Trial:
-    """Head rows [n], and what the target says one place before, at, and one behind each."""
-
-    def __init__(self, loaded: LoadedHead, material: Material, rows: Tensor) -> None:
-        trunk = self.trunk = material.trunk
-        self.batch, self.rows = material.batch, rows
-        self.ids = None if loaded.draft_ids is None else loaded.draft_ids.to(trunk.device)
-        self.states = {
-            k: state.to(trunk.device, trunk.dtype) for k, state in material.states.items()
-        }
-        normed = trunk.norm(self.states[max(self.states)])
-        self.teacher = [self._choice(trunk.logits(normed[rows + place])) for place in range(3)]
-
-    @torch.no_grad()
-    def measure(
-        self, head: Head, further: dict[int, Tensor] | None = None, raw: bool = False
-    ) -> _Hits | None:
-        """Hits of a head; None where what it drafts is not finite.
-
-        Args:
-            further: states of other boundaries. raw: feed the state before the final norm.
-        """
-        more = {
-            k: state.to(self.trunk.device, self.trunk.dtype) for k, state in (further or {}).items()
-        }
-        steps = min(2, head.max_steps or 2)
-        given: Any = _Given(self.trunk) if raw else self.trunk
-        drafted = unroll(
-            head,
-            given,
-            self.batch,
-            steps,
-            states={**self.states, **more},
-            context=UnrollContext(self.batch.starts),
-        )[:, self.rows]
-        if not bool(drafted.isfinite().all()):
-            return None
-        chosen = [self._drafts(head, drafted[step], step) for step in range(steps)]
-        early, right, late = (chosen[0] == one for one in self.teacher)
-        return _Hits(early, right, late, chosen[1] == self.teacher[2] if steps > 1 else right)
-
-    def _drafts(self, head: Head, drafted: Tensor, step: int) -> Tensor:
-        """Target ids [n] of what lm_head makes of [n, H]; one for all steps, or one for each."""
-        if head.lm_head is None:
-            columns = self._choice(self.trunk.logits(drafted, self.ids))
-        else:
-            rows = head.lm_head if head.lm_head.dim() == 2 else head.lm_head[step]
-            columns = self._choice(drafted @ rows.T)
-        return columns if self.ids is None else self.ids[columns]
-
-    @staticmethod
-    def _choice(logits: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-
-class _Given:
-    """A trunk whose final norm the head is not given."""
-
-    def __init__(self, trunk: Trunk) -> None:
-        self.embed = trunk.embed
-        self.norm = lambda raw: raw
-
-
-def _agreement(base: _Hits, count: int) -> Finding:
+def _agreement(base: Said, count: int) -> Finding:
     told = f"the head chooses the target's token at {_share(base.right):.1%} of {count} head rows"
     told += f", {_share(base.next):.1%} at the second step"
     if _share(base.right) < _NOTHING:
@@ -270,7 +246,7 @@ def _agreement(base: _Hits, count: int) -> Finding:
     return Finding("agreement", "ok", told)
 
 
-def _validated(base: _Hits, validated: list[float] | None) -> list[Finding]:
+def _validated(base: Said, validated: list[float] | None) -> list[Finding]:
     """Other rows of the same text vary; half of what was validated they do not explain."""
     if not validated:
         return [Finding("validated", "note", "what it agreed with when trained is not known")]
@@ -295,7 +271,7 @@ def _engine(head: Head, loaded: LoadedHead, material: Material) -> Finding:
     sizes = sorted({min(end, 3), min(end, 128), max(2, min(end, 256) // 2)})
     for size in sizes:
         cut = {k: state[:size] for k, state in states.items()}
-        gaps += parity(head, loaded.draft_ids, trunk, tokens[:size], cut, _STEPS).difference
+        gaps += parity(head, loaded.draft_ids, trunk, tokens[:size], cut, STEPS).difference
     worst = max(gaps)
     told = (
         f"{len(gaps)} drafts behind {', '.join(str(n - 1) for n in sizes)} rows: the engine's "

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,12 +29,22 @@ from draftsmith.data.shards import boundary_name
 from draftsmith.data.store import Store
 from draftsmith.models.files import atomic_write_json, read_json, sha256_file
 from draftsmith.models.formats import layout
-from draftsmith.models.heads import HeadConfig, NormConfig, build_head, load_head, mtp, save_head
+from draftsmith.models.heads import (
+    Head,
+    HeadConfig,
+    NormConfig,
+    build_head,
+    load_head,
+    mtp,
+    save_head,
+)
 from draftsmith.models.target import Target, load_tokenizer
 from draftsmith.models.trunk import Trunk
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.examination import Doctor
 from draftsmith.train.objective import Objective
+from draftsmith.train.probe_head import _gain
+from draftsmith.train.trial import Nearness, Trial
 
 NO_NORMS = NormConfig(False, False, False, False)
 FAMILIES = {
@@ -120,12 +130,14 @@ def learn(
     out: Path,
     ids: Tensor | None = None,
     change: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+    prepare: Callable[[Head], object] = lambda head: None,
 ) -> Path:
     """A head of any family after a second of training on the target's own states."""
     target, states = captured
     plan = BatchPlan(states, tokens_per_batch=300)
     torch.manual_seed(0)
     head = build_head(config, target.folder, 0.3, draft_ids=ids)
+    prepare(head)
     boundaries = tuple(range(target.num_layers + 1))
     objective = Objective(
         target.trunk, [1.0, 0.5], boundaries=boundaries, draft_ids=ids, dtype=torch.float32
@@ -235,6 +247,10 @@ def _other_eos(root: Path) -> None:
     _json(root / "target" / "tokenizer_config.json", eos_token="<pad>")
 
 
+def _one_other_eos(root: Path) -> None:
+    _json(root / "target" / "config.json", eos_token_id=0)
+
+
 def _long_tokenizer(root: Path) -> None:
     tokenizer = load_tokenizer(root / "target")
     tokenizer.add_tokens([f"<{number}>" for number in range(9)])
@@ -289,6 +305,7 @@ UPSTREAM: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "no chat template": ("target", "template", _no_template),
     "a template that writes two bos": ("target", "template", _two_bos),
     "an end of turn that stops nothing": ("target", "end", _other_eos),
+    "an end that config.json alone lacks": ("target", "end", _one_other_eos),
     "ids beyond the embedding": ("target", "vocabulary", _long_tokenizer),
     "no lm_head": ("target", "trunk", _no_lm_head),
     "NaN in lm_head": ("target", "trunk", _nan_lm_head),
@@ -333,6 +350,17 @@ def test_a_fault_of_target_or_rows(sound: Sound, tmp_path: Path, name: str) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Doctor, "_load", lambda self: pytest.fail("it went on"))
         assert sound.faults(root) == [(subject, check)]
+
+
+def test_ends_that_files_list_in_part_are_no_fault(sound: Sound, tmp_path: Path) -> None:
+    """The end of a text in one, that of a turn beside it in another, as published chat models have
+    it; and a config.json that lists none."""
+    root = sound.copy(tmp_path)
+    _json(root / "target" / "config.json", eos_token_id=0)
+    _json(root / "target" / "generation_config.json", eos_token_id=[0, 2])
+    assert sound.faults(root) == []
+    _json(root / "target" / "config.json", eos_token_id=None)
+    assert sound.faults(root) == []
 
 
 def test_rows_of_other_template_arguments(sound: Sound, tmp_path: Path) -> None:
@@ -553,6 +581,88 @@ def test_a_head_that_was_trained_on_something_else(
     """A teacher one place further: what its weights agree with names the fault."""
     late = learn(captured, HeadConfig(), tmp_path / "late", change=_one_further)
     assert sound.head_faults(late) == ["shift"]
+
+
+@torch.no_grad()
+def _blind(head: Head) -> None:
+    head.get_parameter("blocks.0.enorm.weight").requires_grad_(False).uniform_(0, 1e-3)
+    head.get_parameter("blocks.0.norm.weight")[::2] *= 4
+
+
+def _given_raw(self: Head, states: dict[int, Tensor], trunk: Trunk) -> Tensor:
+    return states[max(states)]
+
+
+def test_what_counts_as_a_gain() -> None:
+    """Of two steps: the same mean on every row, by a few rows, too small to matter, at the second
+    step alone, in nats against the overlap, and by a head that is no nearer than a constant."""
+
+    def wins(first: Tensor, second: Tensor, overlap: float = 0.41, constant: float = 0.1) -> bool:
+        trial = SimpleNamespace(constant=torch.full((200,), constant))
+        base = [Nearness(torch.full((200,), -3.0), torch.full((200,), 0.4))] * 2
+        other = [Nearness(gain - 3.0, torch.full((200,), overlap)) for gain in (first, second)]
+        return _gain(base, other, cast("Trial", trial)).wins
+
+    steady, none, lucky = torch.full((200,), 0.1), torch.zeros(200), torch.zeros(200)
+    lucky[:5] += 4
+    assert wins(steady, steady)
+    assert not wins(lucky, lucky)
+    assert not wins(steady / 5, steady / 5)
+    assert not wins(none, 5 * steady)
+    assert not wins(steady, steady, overlap=0.39)
+    assert not wins(steady, steady, constant=0.41)
+
+
+def test_a_head_that_was_trained_before_the_final_norm(
+    sound: Sound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target with a final norm far from even, whose lm_head takes that back."""
+    root = sound.copy(tmp_path, "rows")
+    path = root / "target" / "model.safetensors"
+    tensors = load_file(path)
+    scale = torch.linspace(-2.5, 2.5, 64).exp()
+    tensors["model.norm.weight"] *= scale
+    tensors["lm_head.weight"] /= scale
+    save_file(tensors, path, {"format": "pt"})
+    target = Target.load(to_config(composed(sound.words(root))).target)
+    captured = target, _states(target, Rows.open(root / "work" / "rows"))
+    right = learn(captured, HeadConfig(), tmp_path / "right", prepare=_blind)
+    assert sound.faults(root, f"doctor.head={right}") == []
+    monkeypatch.setattr(Head, "feed", _given_raw)
+    wrong = learn(captured, HeadConfig(), tmp_path / "wrong", prepare=_blind)
+    monkeypatch.undo()
+    assert sound.faults(root, f"doctor.head={wrong}") == [("head", "norm")]
+
+
+def test_medusa_blocks_of_another_step(
+    sound: Sound, captured: tuple[Target, _states], tmp_path: Path
+) -> None:
+    """The first two in each other's place."""
+    head = learn(captured, FAMILIES["medusa"], tmp_path / "head")
+    assert sound.head_faults(head) == []
+
+    def change(held: dict[str, Tensor]) -> None:
+        for name in ("weight", "bias"):
+            one, two = (f"heads.{number}.0.linear.{name}" for number in (0, 1))
+            held[one], held[two] = held[two].clone(), held[one].clone()
+
+    _tensors(head, change)
+    assert sound.head_faults(head) == ["shift"]
+
+
+def test_a_head_that_was_trained_on_what_it_recycles_no_more(
+    sound: Sound, captured: tuple[Target, _states], tmp_path: Path
+) -> None:
+    """The side of the output norm, changed in its config.json after a training at two steps. The
+    head is all but blind to tokens, which tell everything here, and its norm is far from even."""
+
+    head = learn(captured, HeadConfig(), tmp_path / "head", prepare=_blind)
+    assert sound.head_faults(head) == []
+    meta = read_json(head / "config.json")
+    meta["head"]["recycle_raw"] = True
+    meta["recycle"]["recycled"] = "pre-output-norm"
+    atomic_write_json(head / "config.json", meta)
+    assert sound.head_faults(head) == ["recycle"]
 
 
 def test_an_engine_that_runs_something_else(sound: Sound, monkeypatch: pytest.MonkeyPatch) -> None:
