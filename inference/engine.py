@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ..models.target import Target, has_tokenizer, load_tokenizer
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
+from .flashinfer_pages import FlashInfer
 from .metrics import EngineMetrics
 from .overlapped import Overlapped
 from .pages import KVPool
@@ -26,7 +27,8 @@ class Engine:
     Args:
         target: the model. config: batching and paging. drafter: None decodes plainly.
     Raises:
-        ValueError: the target's layers lie in several places.
+        ValueError: the target's layers lie in several places, or the attention that was chosen
+        cannot run here.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Engine:
         pages = -(-config.pool_tokens // config.page_size)
         layers = target.num_layers + (self.drafter.num_layers if self.drafter else 0)
         self.pool = KVPool(layers, pages * config.page_size, config.poison)
+        if config.attention == "flashinfer":
+            self.pool.attention = FlashInfer.open(target.device)
         lookahead = self.drafter.lookahead if self.drafter else 0
         self.scheduler = Scheduler(config, self.pool, lookahead)
         self._added = 0

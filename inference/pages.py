@@ -158,6 +158,8 @@ class KVPool:
         self.mirror: Callable[..., None] | None = None
         """Called with the name and arguments of whatever changes pages beside a forward call, where
         other ranks hold further heads of these layers (`parallel`)."""
+        self.attention: Callable[..., Tensor] | None = None
+        """What reads the pages, where it is not one of our own forms (`flashinfer_pages`)."""
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads,
