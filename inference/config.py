@@ -43,6 +43,10 @@ class EngineConfig:
     """auto | flashinfer: what reads the pages. auto is one of our own forms, as DRAFTSMITH_KERNELS
     and the machine have it; flashinfer that package's kernels (an NVIDIA GPU, bfloat16 or float16,
     `pip install draftsmith[flashinfer]`)."""
+    cuda_graphs: bool | None = None
+    """Replay decode and verify passes of the target from CUDA graphs, one a shape. None: where they
+    can be captured (a GPU, DRAFTSMITH_KERNELS=triton, lean layers, one process); true warns where
+    they cannot; false never."""
     micro_batches: int = 1
     """Halves in which the target runs a decode-only batch, 1 or 2: with experts on other machines,
     the one half's exchange can hide behind the other's work."""

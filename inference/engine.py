@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from .running_text import RunningText
 from .schedule import Schedule, StepOutput, Synchronous
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .static_pass import Capture, CudaGraphs, StaticPasses, hindrance
 
 
 class Engine:
@@ -46,7 +48,10 @@ class Engine:
         self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
         pages = -(-config.pool_tokens // config.page_size)
         layers = target.num_layers + (self.drafter.num_layers if self.drafter else 0)
-        self.pool = KVPool(layers, pages * config.page_size, config.poison)
+        boundaries = self.drafter.boundaries if self.drafter else ()
+        graphs = _graphs(target, config)
+        spare = config.page_size if graphs else 0
+        self.pool = KVPool(layers, pages * config.page_size, config.poison, spare)
         if config.attention == "flashinfer":
             self.pool.attention = FlashInfer.open(target.device)
         lookahead = self.drafter.lookahead if self.drafter else 0
@@ -55,7 +60,11 @@ class Engine:
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
         form = Overlapped if config.schedule == "overlapped" else Synchronous
-        self.schedule: Schedule = form(target, config, self.pool, self.drafter)
+        static = None
+        if graphs:
+            most = config.step_slots + 1
+            static = StaticPasses(target, self.pool, boundaries, config.page_size, most, graphs)
+        self.schedule: Schedule = form(target, config, self.pool, self.drafter, static)
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -199,3 +208,11 @@ class Engine:
         finally:
             for sequence in sequences:
                 self.cancel(sequence)
+
+
+def _graphs(target: Target, config: EngineConfig) -> Capture | None:
+    """What captures decode and verify passes, where that is possible and not refused."""
+    reason = hindrance(target, config)
+    if config.cuda_graphs and reason:
+        warnings.warn(f"engine.cuda_graphs is ignored: {reason}", stacklevel=3)
+    return None if reason or config.cuda_graphs is False else CudaGraphs()
