@@ -257,6 +257,10 @@ class PagedContext(OverPages):
         """See `models.attention.AttentionContext`."""
         batch = self.batch
         keys, values = self.pool.layer(self.first_layer + layer, k[0], v[0])
+        if self.pool.attention is not None:
+            kv_append(keys, values, k[0], v[0], batch.slots)
+            given = {"scaling": scaling, "window": window, "softcap": softcap}
+            return self.pool.attention(q[0], keys, values, batch, **given)[None]
         if use_triton(k):
             kv_append(keys, values, k[0], v[0], batch.slots)
             out = paged_attention(
@@ -289,7 +293,7 @@ class PagedContext(OverPages):
     def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
         """See `models.attention.OverPages`."""
         batch = self.batch
-        if batch.with_many or not few_rows.serves(like):
+        if batch.with_many or self.pool.attention or not few_rows.serves(like):
             return None
         other = like.clone()  # values are stored beside keys, not in them
         both = [self.pool.layer(self.first_layer + layer, like, other) for layer in layers]

@@ -39,6 +39,14 @@ class EngineConfig:
     schedule: str = "synchronous"
     """synchronous | overlapped: overlapped leaves drafts and verdicts on the device, with one copy
     to the host a step, and plans the next batch while the head runs; the same tokens."""
+    attention: str = "auto"
+    """auto | flashinfer: what reads the pages. auto is one of our own forms, as DRAFTSMITH_KERNELS
+    and the machine have it; flashinfer that package's kernels (an NVIDIA GPU, bfloat16 or float16,
+    `pip install draftsmith[flashinfer]`)."""
+    cuda_graphs: bool | None = None
+    """Replay decode and verify passes of the target from CUDA graphs, one a shape. None: where they
+    can be captured (a GPU, DRAFTSMITH_KERNELS=triton, lean layers, one process); true warns where
+    they cannot; false never."""
     micro_batches: int = 1
     """Halves in which the target runs a decode-only batch, 1 or 2: with experts on other machines,
     the one half's exchange can hide behind the other's work."""
@@ -54,6 +62,8 @@ class EngineConfig:
                 raise ValueError(f"engine.{name} {getattr(self, name)}: must be at least 1")
         if self.schedule not in ("synchronous", "overlapped"):
             raise ValueError(f"engine.schedule {self.schedule!r}: choose synchronous or overlapped")
+        if self.attention not in ("auto", "flashinfer"):
+            raise ValueError(f"engine.attention {self.attention!r}: choose auto or flashinfer")
         if self.micro_batches not in (1, 2):
             raise ValueError(f"engine.micro_batches {self.micro_batches}: choose 1 or 2")
         if not 0 <= self.draft_tokens <= 32:

@@ -19,38 +19,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.accept import accept_greedy
-from ..kernels.kv_append import kv_append
-from ..kernels.paged_attention import paged_attention
 from ..kernels.paged_rows import PagedRows
 from ..kernels.place_rows import place_rows
 from ..kernels.shift import shift_insert
 from ..models.heads import Head
 from ..models.target import Target
 from .pages import KVPool
-
-
-class _Rows:
-    """The attention context of one pass; see `models.attention.AttentionContext`."""
-
-    def __init__(self, pool: KVPool, rows: PagedRows, slots: Tensor, first_layer: int) -> None:
-        self.pool, self.rows, self.slots = pool, rows, slots
-        self.first_layer = first_layer
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        keys, values = self.pool.layer(self.first_layer + layer, k[0], v[0])
-        kv_append(keys, values, k[0], v[0], self.slots)
-        settings = {"scaling": scaling, "window": window, "softcap": softcap}
-        return paged_attention(q[0], keys, values, self.rows, **settings)[None]
+from .static_pass import RowsContext
 
 
 class DeviceSteps:
@@ -159,7 +134,7 @@ class DeviceSteps:
     def _target(
         self, tokens: Tensor, positions: Tensor, rows: PagedRows, slots: Tensor
     ) -> dict[int, Tensor]:
-        context = _Rows(self.pool, rows, slots, 0)
+        context = RowsContext(self.pool, rows, slots, 0)
         return self.target.forward(tokens, positions, context, self.boundaries)
 
     def _normed(self, states: dict[int, Tensor]) -> Tensor:
@@ -178,7 +153,7 @@ class DeviceSteps:
         last: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Drafted and recycled states of the rows `last`."""
-        context = _Rows(self.pool, rows, slots, self.target.num_layers)
+        context = RowsContext(self.pool, rows, slots, self.target.num_layers)
         embeds = self.target.trunk.embed(tokens)
         out = self.head(embeds, hidden, positions, context)
         return out.drafted[last], out.recycled[last]

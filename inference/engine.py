@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..models.target import Target, has_tokenizer, load_tokenizer
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter
+from .flashinfer_pages import FlashInfer
 from .metrics import EngineMetrics
 from .overlapped import Overlapped
 from .pages import KVPool
@@ -18,6 +20,7 @@ from .running_text import RunningText
 from .schedule import Schedule, StepOutput, Synchronous
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .static_pass import Capture, CudaGraphs, StaticPasses, hindrance
 
 
 class Engine:
@@ -26,7 +29,8 @@ class Engine:
     Args:
         target: the model. config: batching and paging. drafter: None decodes plainly.
     Raises:
-        ValueError: the target's layers lie in several places.
+        ValueError: the target's layers lie in several places, or the attention that was chosen
+        cannot run here.
     """
 
     def __init__(
@@ -44,14 +48,23 @@ class Engine:
         self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
         pages = -(-config.pool_tokens // config.page_size)
         layers = target.num_layers + (self.drafter.num_layers if self.drafter else 0)
-        self.pool = KVPool(layers, pages * config.page_size, config.poison)
+        boundaries = self.drafter.boundaries if self.drafter else ()
+        graphs = _graphs(target, config)
+        spare = config.page_size if graphs else 0
+        self.pool = KVPool(layers, pages * config.page_size, config.poison, spare)
+        if config.attention == "flashinfer":
+            self.pool.attention = FlashInfer.open(target.device)
         lookahead = self.drafter.lookahead if self.drafter else 0
         self.scheduler = Scheduler(config, self.pool, lookahead)
         self._added = 0
         if self.drafter:
             self.drafter.attach(target, self.pool, target.num_layers)
         form = Overlapped if config.schedule == "overlapped" else Synchronous
-        self.schedule: Schedule = form(target, config, self.pool, self.drafter)
+        static = None
+        if graphs:
+            most = config.step_slots + 1
+            static = StaticPasses(target, self.pool, boundaries, config.page_size, most, graphs)
+        self.schedule: Schedule = form(target, config, self.pool, self.drafter, static)
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -195,3 +208,11 @@ class Engine:
         finally:
             for sequence in sequences:
                 self.cancel(sequence)
+
+
+def _graphs(target: Target, config: EngineConfig) -> Capture | None:
+    """What captures decode and verify passes, where that is possible and not refused."""
+    reason = hindrance(target, config)
+    if config.cuda_graphs and reason:
+        warnings.warn(f"engine.cuda_graphs is ignored: {reason}", stacklevel=3)
+    return None if reason or config.cuda_graphs is False else CudaGraphs()

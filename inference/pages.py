@@ -148,16 +148,22 @@ class KVPool:
         num_layers: layers of the target and of the head together.
         num_slots: pages times page size.
         poison: start from NaN and refill freed slots with NaN.
+        spare: slots behind those, which belong to nobody: padding rows are written there.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, poison: bool = False) -> None:
+    def __init__(
+        self, num_layers: int, num_slots: int, poison: bool = False, spare: int = 0
+    ) -> None:
         self.num_slots = num_slots
+        self.spare = spare
         self.poison = poison
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.mirror: Callable[..., None] | None = None
         """Called with the name and arguments of whatever changes pages beside a forward call, where
         other ranks hold further heads of these layers (`parallel`)."""
+        self.attention: Callable[..., Tensor] | None = None
+        """What reads the pages, where it is not one of our own forms (`flashinfer_pages`)."""
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The pool of one layer; allocated on first use in the shape and dtype of k and v [heads,
@@ -168,7 +174,7 @@ class KVPool:
         if keys is None or values is None:
             make = torch.full if self.poison else _zeros
             keys = make(
-                (k.shape[0], self.num_slots, k.shape[2]),
+                (k.shape[0], self.num_slots + self.spare, k.shape[2]),
                 float("nan"),
                 dtype=k.dtype,
                 device=k.device,
@@ -177,7 +183,7 @@ class KVPool:
             if is_prefix(v, k):
                 return keys, keys[..., : v.shape[2]]
             values = make(
-                (v.shape[0], self.num_slots, v.shape[2]),
+                (v.shape[0], self.num_slots + self.spare, v.shape[2]),
                 float("nan"),
                 dtype=v.dtype,
                 device=v.device,

@@ -128,13 +128,19 @@ class Leader:
         """A call's batch in numbers, see `Follower.context`.
 
         Raises:
-            ValueError: another context than the engine's.
+            ValueError: another context than the engine's, or FlashInfer, which the other ranks
+            would not run.
         """
         if not isinstance(context, PagedContext):
             raise ValueError(
                 f"a target on several ranks runs the engine's batches, no {type(context).__name__}"
             )
         pool, batch = context.pool, context.batch
+        if pool.attention is not None:
+            raise ValueError(
+                "engine.attention=flashinfer runs in one process; over several ranks set "
+                "engine.attention=auto"
+            )
         fields = [field.name for field in dataclasses.fields(batch)]
         told = ["sequences", "starts", "tokens", "positions", "slots", "lengths", "trees"]
         assert fields == told, "a batch has something that the other ranks are not told"

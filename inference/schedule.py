@@ -28,6 +28,7 @@ from .metrics import EngineMetrics
 from .pages import KVPool
 from .scheduler import Plan
 from .sequence import Sequence
+from .static_pass import StaticPasses
 from .tree import depths_of, rows_of
 from .tree_verify import close_up, verify_trees
 from .verifier import sample, verify
@@ -61,11 +62,16 @@ class Synchronous:
 
     Args:
         target: the model. pool: keys and values of target and drafter. drafter: None decodes
-            plainly.
+            plainly. static: what runs decode and verify passes in place of the target's own call.
     """
 
     def __init__(
-        self, target: Target, config: EngineConfig, pool: KVPool, drafter: Drafter | None
+        self,
+        target: Target,
+        config: EngineConfig,
+        pool: KVPool,
+        drafter: Drafter | None,
+        static: StaticPasses | None = None,
     ) -> None:
         tree = getattr(drafter, "tree", config.tree)
         if tree != config.tree:
@@ -77,6 +83,7 @@ class Synchronous:
         self.config = config
         self.pool = pool
         self.drafter = drafter
+        self.static = static
         self.metrics = EngineMetrics()
         self.lengths = draft_lengths(config)
 
@@ -184,7 +191,7 @@ class Synchronous:
         if parts == 2 and len(batch.sequences) > 1 and batch.trees is None:
             passes = [self._compute(half)[0] for half in batch.halves()]
             raw = {key: torch.cat([one[key] for one in passes]) for key in passes[0]}
-        else:
+        elif self.static is None or (raw := self.static(batch)) is None:
             context = PagedContext(self.pool, batch)
             boundaries = self.drafter.boundaries if self.drafter else ()
             raw = self.target.forward(batch.tokens, batch.positions, context, boundaries)

@@ -6,6 +6,8 @@
               the one that is planned is an error (`torch.cuda.set_sync_debug_mode`)
     graphs    draft and verification captured in a CUDA graph: replayed steps give what called ones
               give
+    backends  the engine's own passes replayed from graphs, and FlashInfer over its pages where that
+              is installed (`gpu_engine`)
     timings   every op beside its floor, and beside what else computes it: PyTorch's own attention
               and norm, FlashInfer and Liger where they are installed (`gpu_rivals`)
 
@@ -40,6 +42,7 @@ from ..models.heads import Head, HeadConfig, build_head
 from ..models.target import Target, TargetConfig
 from . import roofline
 from .aot import renew
+from .gpu_engine import backends
 from .gpu_rivals import rivals
 from .op_arguments import Size
 from .op_calls import Case, Outputs
@@ -315,6 +318,7 @@ def _engine_checks(target: Target, head: Head, means: Means) -> dict[str, str]:
                 checks[name] = str(fault)[:300]
         found = replayed_steps(target, head, drafts, means.capture, steps)
         checks[f"graphs, {drafts} drafts"] = "; ".join(found) or "good"
+    checks |= backends(target, head, PROMPTS, means.device)
     for name, told in checks.items():
         print(f"{name}: {told}")
     return checks
