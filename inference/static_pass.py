@@ -47,9 +47,8 @@ def hindrance(target: Target, config: EngineConfig) -> str | None:
         return "PyTorch's attention reads lengths on the host; set DRAFTSMITH_KERNELS=triton"
     if not isinstance(target.stack, LeanStack):
         return "the layers are transformers' own or shared by ranks, and may wait for the device"
-    kind = getattr(target.stack.rotary, "rope_type", "default")
-    if "dynamic" in kind or kind == "longrope":
-        return f"the frequencies of rope_type {kind} follow the longest position"
+    if not target.stack.rotary.fixed:
+        return "the rope's frequencies follow the longest position of a pass"
     return None
 
 

@@ -220,7 +220,8 @@ class LeanRotary:
     def __init__(self, rotary: nn.Module) -> None:
         self.rotary = rotary
         # There the frequencies change with the longest position of a pass.
-        self.fixed = getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")
+        kind = getattr(rotary, "rope_type", "default")
+        self.fixed = "dynamic" not in kind and kind != "longrope"
         self.table: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

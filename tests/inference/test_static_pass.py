@@ -204,7 +204,7 @@ def test_where_graphs_cannot_be_captured(
     assert "DRAFTSMITH_KERNELS=triton" in str(hindrance(given, EngineConfig()))
     monkeypatch.setattr("draftsmith.inference.static_pass.use_triton", lambda like: True)
     assert hindrance(given, EngineConfig()) is None
-    monkeypatch.setattr(target.stack.rotary, "rope_type", "dynamic")  # pyright: ignore
-    assert "rope_type dynamic" in str(hindrance(given, EngineConfig()))
+    monkeypatch.setattr(target.stack.rotary, "fixed", False)  # pyright: ignore
+    assert "longest position" in str(hindrance(given, EngineConfig()))
     given.stack = None
     assert "transformers' own" in str(hindrance(given, EngineConfig()))
