@@ -35,7 +35,7 @@ from .material import Material
 from .parity import parity
 from .trial import STEPS, Nearness, Said, Trial
 
-_PLACES = 512  # head rows whose logits are worked out
+_PLACES, _LOGITS = 1024, 1 << 26  # head rows whose logits are worked out; of one step together
 _FEW = 24
 _MARGIN, _TIMES, _SIGMAS = 0.05, 1.3, 4.0  # in agreement, by which another shift must win
 _NATS, _AT_ONCE = 0.03, 2.5  # a step, by which an alternative must win; sigmas at its first step
@@ -67,7 +67,7 @@ def probe_head(
         states = {**material.states, **material.more(lacking)}
         material = replace(material, states=states)
     head = loaded.head.to(material.trunk.device).eval()
-    rows = _rows(material.batch)
+    rows = _rows(material.batch, material.trunk.vocab_size)
     if len(rows) < _FEW:
         told = f"{len(rows)} supervised head rows are too few to judge by"
         return [Finding("agreement", "note", told)]
@@ -84,10 +84,11 @@ def probe_head(
     return [*found, *others, _engine(head, loaded, material)]
 
 
-def _rows(batch: PackedBatch) -> Tensor:
-    """Head rows with a teacher one place on and one before, evenly spread, at most `_PLACES`."""
+def _rows(batch: PackedBatch, vocabulary: int) -> Tensor:
+    """Head rows with a teacher one place on and one before, evenly spread, at most `_PLACES` and
+    fewer of a large vocabulary."""
     rows = batch.chains(2)[1].nonzero()[:, 0]
-    stride = max(1, -(-len(rows) // _PLACES))
+    stride = max(1, -(-len(rows) // min(_PLACES, _LOGITS // vocabulary)))
     return rows[::stride]
 
 
