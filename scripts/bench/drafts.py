@@ -37,7 +37,7 @@ from ...models.heads.checkpoint import LoadedHead
 from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
 from ._passes import take_turns
 
-DRAFTS = "ngram:4,chain:1,chain:2,hybrid:3,adaptive:6,full:2:3,dynamic:3:4:7"
+DRAFTS = "ngram:4,chain:1,chain:2,hybrid:3,full:2:3,dynamic:2:4:7,dynamic:3:4:7"
 """Of these, what needs a head is left out where there is none."""
 
 
