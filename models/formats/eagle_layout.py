@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from torch import Tensor
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
 from ..heads.checkpoint import LoadedHead
@@ -126,7 +125,10 @@ class EagleLayout:
         tensors = read_weights(folder)
         note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
         mend_map(tensors, int(target.vocab_size), folder)
-        take_copies(folder, tensors, self._copies(tensors), Path(target_folder))
+        # The target's own, which every class here shares; of EAGLE-3 the lm_head is the head's.
+        own = (EMBEDDING, LM_HEAD) if self.kind == "eagle" else (EMBEDDING,)
+        copies = [name for name in tensors if name.removeprefix("model.") in own]
+        take_copies(folder, tensors, copies, Path(target_folder))
         report = self.engine.load(config, tensors, target)
         idle = [n for n in report.dropped if n.endswith(".bias") and not bool(tensors[n].any())]
         if idle:  # a bias of zeros is none
@@ -178,24 +180,6 @@ class EagleLayout:
             f"be refused, dropped or left random there: train with head.norms of one of them, or "
             f"{KEEP}"
         )
-
-    def _copies(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Tensors of the target that are not loaded: its embedding, and of an EAGLE folder its
-        lm_head, but for a class that asks for them."""
-        names = (EMBEDDING, LM_HEAD) if self.kind == "eagle" else (EMBEDDING,)
-        wanted = self._wanted(tensors)
-        return [n for n in tensors if n.removeprefix("model.") in names and n not in wanted]
-
-    def _wanted(self, tensors: dict[str, Tensor]) -> set[str]:
-        """Copies that the class of this folder would not load without."""
-        return {
-            name
-            for loader in self.engine.loaders
-            # Of classes without a prefix the embedding is shared.
-            if loader.prefix and any(loader.prefix + loader.layer in name for name in tensors)
-            for name, what in loader.fills.items()
-            if what not in ("zeros", "ones")
-        }
 
 
 def _told(value: Any, report: Report) -> str:

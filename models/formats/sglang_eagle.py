@@ -4,10 +4,10 @@ they run.
     LlamaForCausalLMEagle     none               names of the EAGLE folder (`eagle.py`)
     MistralForCausalLMEagle   attention_input    `model.` before the names
 
-Both warn of a name that they do not know and leave what is missing random. The first makes `fc`
-with a bias, so the folder holds one of zeros; the second makes a `norm` that it never runs.
-Embedding and lm_head are the target's. vLLM looks for another class name, so one folder cannot
-serve both.
+Both warn of a name that they do not know and leave what is missing random, a norm one. The first
+makes `fc` with a bias, so the folder holds one of zeros; the second makes a `norm` that it never
+runs. Embedding and lm_head are the target's. vLLM looks for another class name, so one folder
+cannot serve both.
 """
 
 from __future__ import annotations

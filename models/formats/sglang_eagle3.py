@@ -1,8 +1,8 @@
 """EAGLE-3 folders for SGLang 0.5.23 (`--speculative-algorithm EAGLE3`); names as in `eagle3.py`.
 
 One class, `LlamaForCausalLMEagle3`: a Llama-shaped layer whose q, k and v have no biases. It drops
-every name that it does not know and leaves what is missing random, both without a word; `model.`
-before the names does no harm but to `lm_head`, which is then random.
+every name that it does not know and leaves what is missing random (a norm one), without a word;
+`model.` before the names does no harm but to `lm_head`, which is then random.
 `eagle_config.eagle_aux_hidden_state_layer_ids` are the layers that a state *leaves* (one less than
 in vLLM, whose top-level key it does not read); where that is absent, the states entering 2, L//2
 and L-3. Its target captures states that enter layers 1 to L-1. `norm_before_residual` is not known.
