@@ -251,6 +251,7 @@ def layer_made(
     square: bool = False,
     packed: str = "random",
     unset: str = "ones",
+    bias: str = "",
 ) -> Made:
     """The parameters of a decoder layer of Llama's shape.
 
@@ -258,8 +259,8 @@ def layer_made(
         wide: its attention reads 2H. biases: projections that have one.
         query_norms: norms on queries and keys. square: the class takes H / heads for the width of a
             head whatever config.json says. packed: what becomes of a projection that it packs with
-            others (q, k, v; gate, up) and that has no tensor. unset: of a norm without one. Any
-            other matrix stays random.
+            others (q, k, v; gate, up) and that has no tensor. unset: of a norm without one. bias:
+            of a bias, where not as of its matrix. Any other matrix stays random.
     """
     size, width = int(keys.need("hidden_size")), int(keys.need("intermediate_size"))
     heads, kv_heads, head_dim = head_shape(keys, square)
@@ -278,7 +279,7 @@ def layer_made(
         absent = "random" if name.endswith(("o_proj", "down_proj")) else packed
         made[f"{prefix}{name}.weight"] = Parameter(shape, absent)
         if name.rpartition(".")[2] in biases:
-            made[f"{prefix}{name}.bias"] = Parameter(shape[:1], absent)
+            made[f"{prefix}{name}.bias"] = Parameter(shape[:1], bias or absent)
     made |= {f"{prefix}{name}.weight": Parameter((size,), unset) for name in norms}
     if query_norms:
         made |= {

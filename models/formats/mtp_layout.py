@@ -126,7 +126,7 @@ class MTPLayout:
         matrices = [
             name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1
         ]
-        config = leave_plain(config, self._prefixes(head), matrices)
+        config = leave_plain(config, self._prefixes(head), matrices, Path(target_folder))
         merge(Path(target_folder), out, tensors, lambda name: self._parts(name, first) is not None)
         atomic_write_json(out / "config.json", config)
         note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}

@@ -10,10 +10,10 @@ target norms stay one (of style gemma zero) and the projection random, too; Deep
 where a whole module is missing. Embedding and lm_head are the target's. ErnieMTP makes a Llama
 layer of the block, which turns the rope by halves, the family's by pairs.
 
-SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), the rest
-random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says nothing,
-Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's and GLM's
-take one module and no more; MiMo's loads every module over the one before.
+SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), biases
+zero, the rest random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says
+nothing, Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's
+and GLM's take one module and no more; MiMo's loads every module over the one before.
 
 TensorRT-LLM (00679c66, PyTorch path): names that it does not know are never looked at. What is
 missing raises in DeepSeek's and GLM's classes; in Qwen's one of a packed projection does, the rest
@@ -68,7 +68,8 @@ class MTPClass:
             `raise`, or `packed` (one of a packed projection raises, the rest stays random).
         unexpected: see `Loader`. biases: of those that it does not know it drops `all`, those of
             `modules` that it has, or `none`.
-        counted: it looks at the modules that config.json counts, not at every one.
+        counted: it looks at the modules that config.json counts, not at every one. anywhere: parts
+            of a name by which it looks at one that does not begin as the modules' do.
         copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
             that is missing; those it does not make it skips knowingly.
         one: the number of modules that it stops at. first: it runs the first module alone.
@@ -87,6 +88,7 @@ class MTPClass:
     unexpected: str = "raise"
     biases: str = "all"
     counted: bool = False
+    anywhere: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     one: bool = False
     first: bool = False
@@ -150,7 +152,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass("Qwen3_5MTP", "qwen3_5", missing="norms", biases="modules", **_GEMMA),
         ),
         SGLANG: (
-            MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", **_GEMMA),
+            MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", anywhere=("mtp",), **_GEMMA),
             MTPClass("Qwen3_5ForCausalLMMTP", "qwen3_5", unexpected="drop", **_GEMMA),
         ),
         TRTLLM: tuple(
@@ -171,7 +173,14 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             ),
         ),
         SGLANG: (
-            MTPClass("MiMoMTP", "mimo", merged=True, order=("hidden", "embedding"), masked=True),
+            MTPClass(
+                "MiMoMTP",
+                "mimo",
+                merged=True,
+                anywhere=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+                order=("hidden", "embedding"),
+                masked=True,
+            ),
         ),
     },
     "ernie-mtp": {
@@ -316,7 +325,8 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         if one.counted:
             start = re.match(r".*?layers\.\d+\.", name)
             return start is not None and any(key.startswith(start.group()) for key in made)
-        return name.startswith(names.prefix.partition("{")[0])
+        start = names.prefix.partition("{")[0]
+        return name.startswith(start) or any(part in name for part in one.anywhere)
 
     return Loader(
         one.name,
@@ -339,4 +349,6 @@ def _absent(one: MTPClass, name: str, quantised: bool) -> str:
             return "raise"
     if norm and one.missing != "packed":
         return "ones" if one.style == "rms" else "zeros"
+    if name.endswith(".bias") and one.missing == "left":
+        return "zeros"
     return "random"

@@ -40,9 +40,10 @@ def _made(keys: Keys, target: Any) -> Made:
     given, ids = keys.get("num_aux_hidden_states"), keys.get(NESTED)
     count = int(given) if given is not None else len(ids) if ids else 3
     inner = tuple(name for name in llama_biases(keys) if name == "o_proj")
+    kind: dict[str, Any] = {"biases": inner, "bias": "zeros"}
     rows, vocabulary = keys.need("draft_vocab_size"), keys.need("vocab_size")
     reduced = rows not in (None, vocabulary)
-    made = eagle3_made(keys, count, "zeros" if reduced else "unused", biases=inner)
+    made = eagle3_made(keys, count, "zeros" if reduced else "unused", **kind)
     made |= fed_norms(keys, count, "use_aux_norm")
     if keys.get("bias", False):
         made["fc.bias"] = Parameter((int(keys.need("hidden_size")),))
@@ -53,7 +54,7 @@ def _made(keys: Keys, target: Any) -> Made:
     for index in range(1, int(keys.need("num_hidden_layers"))):
         prefix, size = f"layers.{index}.", int(keys.need("hidden_size"))
         norms = ("hidden_norm", "post_attention_layernorm")
-        made |= layer_made(keys, prefix, norms=norms, biases=inner)
+        made |= layer_made(keys, prefix, norms=norms, **kind)
         made[f"{prefix}input_layernorm.weight"] = Parameter((size,), "unused")
     return made
 

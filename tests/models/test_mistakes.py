@@ -2,8 +2,8 @@
 loader makes of each, and what is made of it when such a folder is read here (CASES 7, 8, 39, 40,
 47, 92). Those of MTP modules are in test_mtp_loaders.
 
-The outcomes of vLLM's and SGLang's classes for tensors are those of their own `load_weights`, which
-were run on such folders (docs/formats/export.md); the others' were read from their sources.
+vLLM's and SGLang's outcomes are those of their own classes, which were given such folders
+(docs/formats/export.md); the others' were read from their sources.
 """
 
 from __future__ import annotations

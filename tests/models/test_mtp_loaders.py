@@ -170,15 +170,17 @@ def test_a_map_of_draft_ids(family: str) -> None:
 @pytest.mark.parametrize("family", READ)
 def test_a_prefix_too_many(family: str) -> None:
     """`model.` before every name: nothing is looked at. vLLM then raises for what is missing,
-    SGLang drafts with random weights."""
+    SGLang drafts with random weights, but that two of its classes find the names all the same and
+    raise."""
 
     def harm(tensors: Tensors, config: dict[str, Any]) -> None:
         for name in list(tensors):
             tensors["model." + name] = tensors.pop(name)
 
     vllm, sglang = reports(family, harm)
-    assert vllm.raised and sglang.random and not sglang.raised
-    assert sglang.dropped or family in ("deepseek", "glm")
+    assert vllm.raised and sglang.random
+    assert bool(sglang.raised) == (family in ("qwen3-next", "mimo"))
+    assert sglang.dropped or family in ("deepseek", "glm", "qwen3-next")
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
