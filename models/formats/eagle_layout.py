@@ -13,7 +13,6 @@ silently is refused, what it would assume is told.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ from .eagle_files import (
 )
 from .eagle_head import never_run, read_head, share_lm_head
 from .eagle_tensors import layout_tensors
-from .facts import differences, facts
+from .facts import facts, judge
 from .loaders import Engine, Loader, Report, few
-from .written import KEEP, NOTE, Written
+from .written import KEEP, Written, faults_of, settle, write_note
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,7 @@ class EagleLayout:
         config = self.configure(
             written_config(loaded.head, loader, tensors), loader, loaded, folder
         )
-        report = self.engine.load(config, tensors, loaded.head.target_config)
-        faults = [f"{report.title} {fault}" for fault in report.faults()]
-        faults += differences(report.title, report.runs, trained)
+        report, faults = judge(self.engine, config, tensors, loaded.head.target_config, trained)
         if faults:
             raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {KEEP}")
         return Written(tensors, config, origin, report)
@@ -104,10 +101,7 @@ class EagleLayout:
         atomic_write_bytes(
             out / "model.safetensors", save(planned.tensors, metadata={"format": "pt"})
         )
-        note = {key: value for key, value in loaded.meta.items() if key != "sha256"}
-        if self.kind == "eagle" and loaded.draft_ids is not None:  # engines draft from all
-            note["draft_ids"] = loaded.draft_ids.tolist()
-        atomic_write_json(out / NOTE, note | {"layout": self.name})
+        write_note(out, loaded, self.name, ids=self.kind == "eagle")  # engines draft from all
         atomic_write_json(out / "config.json", planned.config)
         return planned.origin
 
@@ -123,7 +117,6 @@ class EagleLayout:
             raise ValueError(f"{folder}: an EAGLE folder does not describe its target; name it")
         target, config = text_config(target_folder), read_json(folder / "config.json")
         tensors = read_weights(folder)
-        note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
         mend_map(tensors, int(target.vocab_size), folder)
         # The target's own, which every class here shares; of EAGLE-3 the lm_head is the head's.
         own = (EMBEDDING, LM_HEAD) if self.kind == "eagle" else (EMBEDDING,)
@@ -134,26 +127,14 @@ class EagleLayout:
         if idle:  # a bias of zeros is none
             tensors = {name: value for name, value in tensors.items() if name not in idle}
             report = self.engine.load(config, tensors, target)
-        faults = report.faults()
-        for name in ("hidden_size", "vocab_size"):
-            said, wanted = report.read.get(name), int(getattr(target, name))
-            if said is not None and said != wanted:
-                faults.append(f"config.json says {name}={said}, the target has {wanted}")
+        faults = faults_of(report, target)
         if not faults:
             faults = never_run(self.kind, report.runs)
         if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
             faults = share_lm_head(folder, tensors, Path(target_folder))
-        if faults:
-            if report.assumed:
-                faults.append(f"config.json has no {', '.join(report.assumed)}")
-            raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
-        for name, value in report.guessed.items():
-            warnings.warn(
-                f"{folder}: config.json has no {name}; {report.title} takes {_told(value, report)}",
-                stacklevel=2,
-            )
+        settle(folder, report, faults, lambda value: _told(value, report))
         loader = next(one for one in self.engine.loaders if one.name == report.loader)
-        return read_head(self.kind, folder, report, loader, tensors, target, note, self.midlayer)
+        return read_head(self.kind, folder, report, loader, tensors, target, self.midlayer)
 
     def loader_of(self, loaded: LoadedHead) -> Loader:
         """The engine's class for a head; ValueError where there is none."""

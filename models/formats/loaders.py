@@ -87,8 +87,7 @@ class Loader:
         runs: the same -> how it runs, see `facts.facts`.
         rename: a file's name -> the parameter's, None for a tensor that it skips knowingly.
         unexpected: what it does with any other tensor, raise or drop. looks: whether it looks at a
-            name (the parameter's) at all, by the parameters made; where not, it drops that even
-            then.
+            parameter's name at all, by those made; where not, it drops that even then.
         prefix: stands before every name in the files. layer: before those of the first layer.
         norms: our names of the norms that it runs. query_norms: its attention norms queries and
             keys.
@@ -219,8 +218,7 @@ class Engine:
                     f"{list(made[place].shape)}"
                 )
         # As the folder spells the first layer.
-        short = any(name.startswith("midlayer.") for name in tensors)
-        left: dict[str, list[str]] = {}
+        short, left = any(name.startswith("midlayer.") for name in tensors), dict[str, list[str]]()
         for name, parameter in made.items():
             if name not in found:
                 told = name.replace("layers.0.", "midlayer.") if short else name

@@ -38,6 +38,7 @@ from ..heads.config import HeadConfig
 from ..heads.mtp import MTPHead
 from ..skeleton import skeleton, spelt
 from .loaders import Engine, Keys, Loader, Made, Parameter, Stopped
+from .mtp_target import text_part
 from .sglang_eagle import VERSION as SGLANG
 from .trtllm_eagle3 import VERSION as TRTLLM
 from .vllm_eagle import VERSION as VLLM
@@ -70,8 +71,8 @@ class MTPClass:
             `modules` that it has, or `none`.
         counted: it looks at the modules that config.json counts, not at every one. anywhere: parts
             of a name by which it looks at one that does not begin as the modules' do.
-        copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
-            that is missing; those it does not make it skips knowingly.
+        copies: it makes a module's copies of embedding and lm_head, for which the target's stand
+            in where they are missing; else it skips them knowingly.
         one: the number of modules that it stops at. first: it runs the first module alone.
         merged: each module is loaded over the one before. present: it raises where a whole module
             is missing.
@@ -89,7 +90,7 @@ class MTPClass:
     biases: str = "all"
     counted: bool = False
     anywhere: tuple[str, ...] = ()
-    copies: tuple[tuple[str, str], ...] = ()
+    copies: bool = False
     one: bool = False
     first: bool = False
     merged: bool = False
@@ -103,7 +104,7 @@ class MTPClass:
     turned: str = ""
 
 
-_SHARED = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "shared"))
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _GEMMA = {"style": "gemma", "masked": False, "default": 1}
 CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
     "deepseek-mtp": {
@@ -113,7 +114,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
                 "deepseek_v3",
                 missing="norms, projection",
                 counted=True,
-                copies=_SHARED,
+                copies=True,
                 present=True,
             ),
         ),
@@ -129,7 +130,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
                 "glm4_moe",
                 missing="norms, projection",
                 counted=True,
-                copies=_SHARED,
+                copies=True,
                 recycled="its output before the norm",
             ),
         ),
@@ -216,7 +217,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
 def engines(layout: str, names: MTPNames) -> tuple[Engine, ...]:
     """The engines that have classes for a layout."""
     return tuple(
-        Engine(engine, _resolver(classes), tuple(_loader(one, names) for one in classes), _text)
+        Engine(engine, _resolver(classes), tuple(_loader(one, names) for one in classes), text_part)
         for engine, classes in CLASSES.get(layout, {}).items()
     )
 
@@ -246,10 +247,6 @@ def module_shapes(described: str) -> dict[str, tuple[int, ...]]:
         head = MTPHead(HeadConfig("mtp"), target)
     tensors = spelt(skeleton(target), dict(head.state_dict()))
     return {name.removeprefix("blocks.0."): tuple(value.shape) for name, value in tensors.items()}
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config") or config
 
 
 def _resolver(classes: tuple[MTPClass, ...]) -> Callable[[Keys], str]:
@@ -287,9 +284,7 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
                 theirs = names.own[name] if inside == name else names.layer + inside
                 found[start + theirs] = Parameter(shape, _absent(one, name, quantised))
             shape = (int(target.vocab_size), int(target.hidden_size))
-            for name, absent in one.copies:
-                left = "shared" if quantised else absent
-                found[start + name] = Parameter(shape, left)
+            found |= {start + name: Parameter(shape, "shared") for name in _COPIES if one.copies}
         return found
 
     def runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -311,7 +306,7 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         return told | ({} if one.masked is None else {"masked": one.masked})
 
     def rename(name: str) -> str | None:
-        if not one.copies and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+        if not one.copies and name.endswith(_COPIES):
             return None
         if one.merged:
             return re.sub(r"^(model\.mtp_layers)\.\d+\.", r"\1.0.", name)
