@@ -339,7 +339,9 @@ def plain_rope(given: dict[str, Any]) -> dict[str, Any]:
         if name == "partial_rotary_factor":
             rope |= {} if float(value) == 1.0 else {name: float(value)}
         elif kind != "default":
-            rope[name] = float(value) if isinstance(value, int | float) else value
+            whole = name == "original_max_position_embeddings"
+            number = isinstance(value, int | float)
+            rope[name] = int(value) if whole else float(value) if number else value
     return rope
 
 
