@@ -107,7 +107,8 @@ def test_a_folder_from_elsewhere_runs_as_it_lies(
     told = capsys.readouterr().out
     assert "the head is read from the layout vllm-eagle" in told
     assert "tokens per target call" in " ".join(told.split())
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "Name a river and a town in France."}))
+    asked = json.dumps({"prompt": "Name a river and a town in France."})
+    (tmp_path / "asked.jsonl").write_text(asked)
     words = [
         f"target.source={talking_folder}",
         "engine.pool_tokens=512",
