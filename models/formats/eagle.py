@@ -6,11 +6,11 @@
     (fc.bias [H]; embed_tokens.weight [V, H]: read from the target)
 
 The state fed is the target's after its final norm; the layer's output is drafted from with the
-target's lm_head and recycled. The code loads with strict=False: a name it does not know is dropped
-and a tensor that is missing stays random, both without a word. It gives `fc` a bias unless
-config.json says `"bias": false`, takes H / heads for the width of a head, and knows no rope but the
-plain one (a scaled one it runs with the base 10000). It is written for transformers 4; under 5 it
-stops at any configuration without a scaled rope.
+target's lm_head and recycled. The code loads with strict=False: a name it does not know is dropped,
+a matrix that is missing stays random and a norm one, all without a word. It gives `fc` a bias
+unless config.json says `"bias": false`, takes H / heads for the width of a head, and knows no rope
+but the plain one (a scaled one it runs with the base 10000). It is written for transformers 4;
+under 5 it stops at any configuration without a scaled rope.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def eagle_runs(rope: dict[str, Any], keys: Keys, square: bool = False) -> dict[s
 def eagle_made(keys: Keys, prefix: str = "", layer: str = "layers", **kind: Any) -> Made:
     """`fc` and the layers of an EAGLE class; the first has no input norm unless `kind` names its
     norms."""
-    size, alone = int(keys.need("hidden_size")), kind.get("alone", "random")
-    made: Made = {f"{prefix}fc.weight": Parameter((size, 2 * size), alone)}
+    size = int(keys.need("hidden_size"))
+    made: Made = {f"{prefix}fc.weight": Parameter((size, 2 * size))}
     for index in range(int(keys.need("num_hidden_layers"))):
         norms = (
             ("post_attention_layernorm",)

@@ -46,13 +46,13 @@ def usual(target: Any) -> tuple[int, ...]:
 def eagle3_made(keys: Keys, count: int, map_absent: str | None, **kind: Any) -> Made:
     """The parameters of an EAGLE-3 class over `count` states but for its further layers; None for
     `map_absent`: it has no map."""
-    size, alone = int(keys.need("hidden_size")), kind.get("alone", "random")
+    size = int(keys.need("hidden_size"))
     fed = int(keys.get("target_hidden_size") or size)
     rows = int(keys.get("draft_vocab_size") or keys.need("vocab_size"))
     made: Made = {
-        "fc.weight": Parameter((size, count * fed), alone),
+        "fc.weight": Parameter((size, count * fed)),
         **layer_made(keys, wide=True, **{"norms": FIRST_NORMS, **kind}),
-        "norm.weight": Parameter((size,), alone),
+        "norm.weight": Parameter((size,), kind.get("unset", "ones")),
         "lm_head.weight": Parameter((rows, size), "shared"),
         EMBEDDING: Parameter((int(keys.need("vocab_size")), size), "shared"),
     }
@@ -96,9 +96,9 @@ def fed_norms(keys: Keys, count: int, older: str = "") -> Made:
     kind = norm_before_fc(keys, older)
     size = int(keys.get("target_hidden_size") or keys.need("hidden_size"))
     if kind == "all":
-        return {"input_norm.weight": Parameter((count * size,))}
+        return {"input_norm.weight": Parameter((count * size,), "ones")}
     return {
-        f"fc_norm.{index}.weight": Parameter((size,))
+        f"fc_norm.{index}.weight": Parameter((size,), "ones")
         for index in range(count if kind == "each" else 0)
     }
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
+from ..heads.checkpoint import LoadedHead
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.families import head_class
 from .eagle_config import layer_config
 from .eagle_files import LM_HEAD, draft_ids, targets_own
 from .eagle_tensors import layout_names
 from .loaders import Loader, Report
+from .written import read_note
 
 
 def never_run(kind: str, runs: dict[str, Any]) -> list[str]:
@@ -37,14 +38,13 @@ def read_head(
     loader: Loader,
     tensors: dict[str, Tensor],
     target: Any,
-    note: dict[str, Any],
     midlayer: bool,
 ) -> LoadedHead:
     """The head that the engine would run from a folder that its loader took.
 
     Args:
         kind: eagle or eagle3. report: of the loader, a class of the engine. target: transformers'
-            configuration. note: what our export wrote beside it. midlayer: see `layout_names`.
+            configuration. midlayer: see `layout_names`.
     Raises:
         ValueError: a tensor that no head here has a place for, or maps that do not fit.
     """
@@ -84,13 +84,8 @@ def read_head(
     state = {name: found[theirs].float() for name, theirs in names.items()}
     _refuse_unheld(folder, found, set(names.values()), loader)
     head.load_state_dict(state)
-    note.pop("layout", None)
-    noted = note.pop("draft_ids", None)
-    if noted is not None:
-        ids = read_vocabulary(
-            vocabulary_maps(torch.tensor(noted), vocab_size), vocab_size, str(folder)
-        )
-    return LoadedHead(head, ids, note)
+    note, noted = read_note(folder, vocab_size)
+    return LoadedHead(head, ids if noted is None else noted, note)
 
 
 def _refuse_unheld(folder: Path, found: dict[Any, Tensor], used: set[Any], loader: Loader) -> None:

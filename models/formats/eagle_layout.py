@@ -13,14 +13,12 @@ silently is refused, what it would assume is told.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from torch import Tensor
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
 from ..heads.checkpoint import LoadedHead
@@ -35,9 +33,9 @@ from .eagle_files import (
 )
 from .eagle_head import never_run, read_head, share_lm_head
 from .eagle_tensors import layout_tensors
-from .facts import differences, facts
+from .facts import facts, judge
 from .loaders import Engine, Loader, Report, few
-from .written import KEEP, NOTE, Written
+from .written import KEEP, Written, faults_of, settle, write_note
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,7 @@ class EagleLayout:
         config = self.configure(
             written_config(loaded.head, loader, tensors), loader, loaded, folder
         )
-        report = self.engine.load(config, tensors, loaded.head.target_config)
-        faults = [f"{report.title} {fault}" for fault in report.faults()]
-        faults += differences(report.title, report.runs, trained)
+        report, faults = judge(self.engine, config, tensors, loaded.head.target_config, trained)
         if faults:
             raise ValueError(f"the {self.name} layout: {'; '.join(faults)}. Or {KEEP}")
         return Written(tensors, config, origin, report)
@@ -105,10 +101,7 @@ class EagleLayout:
         atomic_write_bytes(
             out / "model.safetensors", save(planned.tensors, metadata={"format": "pt"})
         )
-        note = {key: value for key, value in loaded.meta.items() if key != "sha256"}
-        if self.kind == "eagle" and loaded.draft_ids is not None:  # engines draft from all
-            note["draft_ids"] = loaded.draft_ids.tolist()
-        atomic_write_json(out / NOTE, note | {"layout": self.name})
+        write_note(out, loaded, self.name, ids=self.kind == "eagle")  # engines draft from all
         atomic_write_json(out / "config.json", planned.config)
         return planned.origin
 
@@ -124,34 +117,24 @@ class EagleLayout:
             raise ValueError(f"{folder}: an EAGLE folder does not describe its target; name it")
         target, config = text_config(target_folder), read_json(folder / "config.json")
         tensors = read_weights(folder)
-        note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
         mend_map(tensors, int(target.vocab_size), folder)
-        take_copies(folder, tensors, self._copies(tensors), Path(target_folder))
+        # The target's own, which every class here shares; of EAGLE-3 the lm_head is the head's.
+        own = (EMBEDDING, LM_HEAD) if self.kind == "eagle" else (EMBEDDING,)
+        copies = [name for name in tensors if name.removeprefix("model.") in own]
+        take_copies(folder, tensors, copies, Path(target_folder))
         report = self.engine.load(config, tensors, target)
         idle = [n for n in report.dropped if n.endswith(".bias") and not bool(tensors[n].any())]
         if idle:  # a bias of zeros is none
             tensors = {name: value for name, value in tensors.items() if name not in idle}
             report = self.engine.load(config, tensors, target)
-        faults = report.faults()
-        for name in ("hidden_size", "vocab_size"):
-            said, wanted = report.read.get(name), int(getattr(target, name))
-            if said is not None and said != wanted:
-                faults.append(f"config.json says {name}={said}, the target has {wanted}")
+        faults = faults_of(report, target)
         if not faults:
             faults = never_run(self.kind, report.runs)
         if self.kind == "eagle3" and LM_HEAD not in tensors and not faults:
             faults = share_lm_head(folder, tensors, Path(target_folder))
-        if faults:
-            if report.assumed:
-                faults.append(f"config.json has no {', '.join(report.assumed)}")
-            raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
-        for name, value in report.guessed.items():
-            warnings.warn(
-                f"{folder}: config.json has no {name}; {report.title} takes {_told(value, report)}",
-                stacklevel=2,
-            )
+        settle(folder, report, faults, lambda value: _told(value, report))
         loader = next(one for one in self.engine.loaders if one.name == report.loader)
-        return read_head(self.kind, folder, report, loader, tensors, target, note, self.midlayer)
+        return read_head(self.kind, folder, report, loader, tensors, target, self.midlayer)
 
     def loader_of(self, loaded: LoadedHead) -> Loader:
         """The engine's class for a head; ValueError where there is none."""
@@ -178,24 +161,6 @@ class EagleLayout:
             f"be refused, dropped or left random there: train with head.norms of one of them, or "
             f"{KEEP}"
         )
-
-    def _copies(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Tensors of the target that are not loaded: its embedding, and of an EAGLE folder its
-        lm_head, but for a class that asks for them."""
-        names = (EMBEDDING, LM_HEAD) if self.kind == "eagle" else (EMBEDDING,)
-        wanted = self._wanted(tensors)
-        return [n for n in tensors if n.removeprefix("model.") in names and n not in wanted]
-
-    def _wanted(self, tensors: dict[str, Tensor]) -> set[str]:
-        """Copies that the class of this folder would not load without."""
-        return {
-            name
-            for loader in self.engine.loaders
-            # Of classes without a prefix the embedding is shared.
-            if loader.prefix and any(loader.prefix + loader.layer in name for name in tensors)
-            for name, what in loader.fills.items()
-            if what not in ("zeros", "ones")
-        }
 
 
 def _told(value: Any, report: Report) -> str:

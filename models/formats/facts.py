@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..heads.checkpoint import LoadedHead
-from .loaders import few, plain_rope
+from .loaders import Engine, Report, few, plain_rope
 
 PLAIN = ("llama", "mistral", "qwen2")
 """Families whose layers are Llama's, but for biases and a window."""
@@ -146,6 +146,24 @@ def differences(title: str, runs: dict[str, Any], trained: dict[str, Any]) -> li
         remedy = _REMEDIES.get(name)
         told.append(f"{clause}: {remedy}" if remedy else clause)
     return told
+
+
+def judge(
+    engine: Engine,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    target: Any,
+    trained: dict[str, Any],
+) -> tuple[Report, list[str]]:
+    """What an engine does with a head as written, and what is wrong with that, a clause each.
+
+    Args:
+        config, tensors: the folder's. target: transformers' configuration. trained: the head's
+            facts.
+    """
+    report = engine.load(config, tensors, target)
+    faults = [f"{report.title} {fault}" for fault in report.faults()]
+    return report, faults + differences(report.title, report.runs, trained)
 
 
 def _shown(value: Any) -> str:

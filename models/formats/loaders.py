@@ -67,14 +67,11 @@ class Parameter:
     """What a class allocates, and what becomes of it where the folder has no tensor for it.
 
     `absent`: random (left as allocated), zeros, ones (left as those), raise, shared (the target's
-    is used instead), unused (made, never read). `group`: what the class packs it with; where
-    another of the group has its tensor, the class takes all of it for loaded and this part stays
-    random.
+    is used instead), unused (made, never read).
     """
 
     shape: tuple[int, ...]
     absent: str = "random"
-    group: str = ""
 
 
 Made = dict[str, Parameter]
@@ -89,9 +86,8 @@ class Loader:
         made: keys, target's configuration -> its parameters by the names in the files.
         runs: the same -> how it runs, see `facts.facts`.
         rename: a file's name -> the parameter's, None for a tensor that it skips knowingly.
-        unexpected: what it does with any other tensor, raise or drop. spared: ends of names that it
-            drops even then. looks: whether it looks at a name at all, by the parameters made; where
-            not, it drops that even then.
+        unexpected: what it does with any other tensor, raise or drop. looks: whether it looks at a
+            parameter's name at all, by those made; where not, it drops that even then.
         prefix: stands before every name in the files. layer: before those of the first layer.
         norms: our names of the norms that it runs. query_norms: its attention norms queries and
             keys.
@@ -106,7 +102,6 @@ class Loader:
     runs: Callable[[Keys, Any, dict[str, Tensor]], dict[str, Any]]
     rename: Callable[[str], str | None] = lambda name: name
     unexpected: str = "raise"
-    spared: tuple[str, ...] = ()
     looks: Callable[[str, Made], bool] = lambda name, made: True
     prefix: str = ""
     layer: str = "layers.0."
@@ -211,8 +206,7 @@ class Engine:
             if place is None:
                 continue
             if place not in made:
-                strict = loader.unexpected == "raise" and loader.looks(name, made)
-                if strict and not name.endswith(loader.spared or "\0"):
+                if loader.unexpected == "raise" and loader.looks(place, made):
                     raised.append(f"there is no parameter for {name}")
                 else:
                     dropped.append(name)
@@ -224,14 +218,11 @@ class Engine:
                     f"{list(made[place].shape)}"
                 )
         # As the folder spells the first layer.
-        short = any(name.startswith("midlayer.") for name in tensors)
-        left: dict[str, list[str]] = {}
-        whole = {made[name].group for name in found} - {""}
+        short, left = any(name.startswith("midlayer.") for name in tensors), dict[str, list[str]]()
         for name, parameter in made.items():
             if name not in found:
                 told = name.replace("layers.0.", "midlayer.") if short else name
-                absent = "random" if parameter.group in whole else parameter.absent
-                left.setdefault(absent, []).append(told)
+                left.setdefault(parameter.absent, []).append(told)
         raised += [f"there is no tensor {name}" for name in left.get("raise", [])]
         parts = {part: tuple(left.get(part, ())) for part in ("random", "zeros", "ones", "shared")}
         return Report(
@@ -257,7 +248,8 @@ def layer_made(
     query_norms: bool = False,
     square: bool = False,
     packed: str = "random",
-    alone: str = "random",
+    unset: str = "ones",
+    bias: str = "",
 ) -> Made:
     """The parameters of a decoder layer of Llama's shape.
 
@@ -265,7 +257,8 @@ def layer_made(
         wide: its attention reads 2H. biases: projections that have one.
         query_norms: norms on queries and keys. square: the class takes H / heads for the width of a
             head whatever config.json says. packed: what becomes of a projection that it packs with
-            others (q, k, v; gate, up) and that has no tensor. alone: of any other parameter.
+            others (q, k, v; gate, up) and that has no tensor. unset: of a norm without one. bias:
+            of a bias, where not as of its matrix. Any other matrix stays random.
     """
     size, width = int(keys.need("hidden_size")), int(keys.need("intermediate_size"))
     heads, kv_heads, head_dim = head_shape(keys, square)
@@ -281,14 +274,14 @@ def layer_made(
     }
     made: Made = {}
     for name, shape in shapes.items():
-        absent = alone if name.endswith(("o_proj", "down_proj")) else packed
+        absent = "random" if name.endswith(("o_proj", "down_proj")) else packed
         made[f"{prefix}{name}.weight"] = Parameter(shape, absent)
         if name.rpartition(".")[2] in biases:
-            made[f"{prefix}{name}.bias"] = Parameter(shape[:1], absent)
-    made |= {f"{prefix}{name}.weight": Parameter((size,), alone) for name in norms}
+            made[f"{prefix}{name}.bias"] = Parameter(shape[:1], bias or absent)
+    made |= {f"{prefix}{name}.weight": Parameter((size,), unset) for name in norms}
     if query_norms:
         made |= {
-            f"{prefix}self_attn.{name}.weight": Parameter((head_dim,), alone)
+            f"{prefix}self_attn.{name}.weight": Parameter((head_dim,), unset)
             for name in ("q_norm", "k_norm")
         }
     return made
@@ -346,7 +339,9 @@ def plain_rope(given: dict[str, Any]) -> dict[str, Any]:
         if name == "partial_rotary_factor":
             rope |= {} if float(value) == 1.0 else {name: float(value)}
         elif kind != "default":
-            rope[name] = float(value) if isinstance(value, int | float) else value
+            whole = name == "original_max_position_embeddings"
+            number = isinstance(value, int | float)
+            rope[name] = int(value) if whole else float(value) if number else value
     return rope
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..files import atomic_write_bytes, atomic_write_json, read_json
-from ..heads.checkpoint import LoadedHead, read_vocabulary, vocabulary_maps
+from ..heads.checkpoint import LoadedHead
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.medusa import MedusaHead
 from ..skeleton import text_config
 from .eagle_files import read_weights, targets_own
-from .facts import differences, identity
+from .facts import identity, judge
 from .loaders import Engine
-from .written import KEEP, NOTE, Written
+from .written import KEEP, Written, faults_of, read_note, settle, write_note
 
 _PLAIN_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -70,10 +69,9 @@ class MedusaLayout:
             )
         tensors, origin = self._tensors(loaded, head, Path(target_folder))
         config = self.configure(loaded, Path(target_folder))
-        report = self.engine.load(config, tensors, head.target_config)
-        faults = [f"{report.title} {fault}" for fault in report.faults()]
-        trained = self._facts(loaded)
-        faults += differences(report.title, report.runs, trained)
+        report, faults = judge(
+            self.engine, config, tensors, head.target_config, self._facts(loaded)
+        )
         config_of = head.target_config
         if not head.config.own_lm_heads and any(
             getattr(config_of, name, None) not in (None, 1.0) for name in _PLAIN_LOGITS
@@ -103,11 +101,8 @@ class MedusaLayout:
             torch.save(planned.tensors, stream)
             data = stream.getvalue()
         atomic_write_bytes(out / self.file, data)
-        note = {key: value for key, value in loaded.meta.items() if key != "sha256"}
-        note["own_lm_heads"] = loaded.head.config.own_lm_heads
-        if self.token_map is None and loaded.draft_ids is not None:
-            note["draft_ids"] = loaded.draft_ids.tolist()
-        atomic_write_json(out / NOTE, note | {"layout": self.name})
+        own = loaded.head.config.own_lm_heads
+        write_note(out, loaded, self.name, ids=self.token_map is None, own_lm_heads=own)
         atomic_write_json(out / "config.json", planned.config)
         return planned.origin
 
@@ -122,28 +117,14 @@ class MedusaLayout:
         if target_folder is None:
             raise ValueError(f"{folder}: a Medusa folder does not describe its target; name it")
         target, config = text_config(target_folder), read_json(folder / "config.json")
-        note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
+        note, noted = read_note(folder, int(target.vocab_size))
         tensors = read_medusa(folder)
         report = self.engine.load(config, tensors, target)
-        faults = report.faults()
-        for name in ("hidden_size", "vocab_size"):
-            taken = report.guessed.get(name, report.read.get(name))
-            if taken is not None and taken != int(getattr(target, name)):
-                lacks = " (config.json has none)" if name in report.guessed else ""
-                faults.append(f"{name} is {taken}{lacks}, the target has {getattr(target, name)}")
-        if faults:
-            if report.assumed:
-                faults.append(f"config.json has no {', '.join(report.assumed)}")
-            raise ValueError(f"{folder}, as {report.title} loads it: {'; '.join(faults)}")
-        for name, value in report.guessed.items():
-            warnings.warn(
-                f"{folder}: config.json has no {name}; {report.title} takes {value}", stacklevel=2
-            )
+        settle(folder, report, faults_of(report, target))
         runs, vocab_size = report.runs, int(target.vocab_size)
         ids = None if runs["draft_ids"] is None else torch.tensor(runs["draft_ids"])
         rows = self._lm_heads(runs, tensors, ids)
-        if ids is None and (noted := note.get("draft_ids")) is not None:
-            ids = _ids(torch.tensor(noted), vocab_size, folder)
+        ids = noted if ids is None else ids
         own = targets_own(Path(target_folder), "lm_head.weight").float()
         held = own if rows.shape[1] == vocab_size else own[torch.as_tensor(runs["draft_ids"])]
         # Copies of the target's are none of the head's, unless it was trained from such copies.
@@ -152,12 +133,12 @@ class MedusaLayout:
             "medusa",
             modules=runs["modules"],
             num_layers=runs["layers"],
-            own_lm_heads=bool(note.get("own_lm_heads", not alike)),
+            own_lm_heads=bool(note.pop("own_lm_heads", not alike)),
             norms=NormConfig(False, False, False, False),
         )
         if not shape.own_lm_heads and not alike:
             raise ValueError(
-                f"{folder}: {NOTE} says that the lm_heads are the target's, and they differ from "
+                f"{folder}: its note says that the lm_heads are the target's, and they differ from "
                 "those of this target; name the target it was trained for"
             )
         head = MedusaHead(shape, target, None if ids is None else len(ids))
@@ -168,8 +149,6 @@ class MedusaLayout:
                 lacking = torch.zeros(int(target.hidden_size))
                 state[name] = tensors.get(theirs, lacking).float()
         head.load_state_dict(state)
-        for name in ("layout", "draft_ids", "own_lm_heads"):
-            note.pop(name, None)
         return LoadedHead(head, ids, note)
 
     def _foreign(self, name: str) -> str:
@@ -254,7 +233,3 @@ def read_medusa(folder: Path) -> dict[str, Tensor]:
         name.removeprefix("medusa_head.").removeprefix("medusa_heads."): value
         for name, value in found.items()
     }
-
-
-def _ids(ids: Tensor, vocab_size: int, folder: Path) -> Tensor | None:
-    return read_vocabulary(vocabulary_maps(ids, vocab_size), vocab_size, str(folder))

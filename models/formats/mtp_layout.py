@@ -26,19 +26,19 @@ import torch
 from torch import Tensor
 
 from ..files import atomic_write_json, changes, read_json
-from ..heads.checkpoint import LoadedHead, compare_shapes, read_vocabulary, vocabulary_maps
+from ..heads.checkpoint import LoadedHead, compare_shapes
 from ..heads.config import HeadConfig, NormConfig
 from ..heads.mtp import MTPHead
 from ..heads.protocol import Head
 from ..skeleton import held, skeleton, spelt, text_config
 from ..trunk import tensor_files
-from .facts import differences, facts
+from .facts import facts, judge
 from .loaders import Report, few
 from .merged import merge
 from .mtp_loaders import MTPNames, engines, mtp_classes
 from .mtp_target import compare_configs, compare_copy, read_tensor, text_part
 from .quantised import dequantise, leave_plain
-from .written import NOTE
+from .written import read_note, write_note
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,10 @@ class MTPLayout:
         matrices = [
             name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1
         ]
-        config = leave_plain(config, self._prefixes(head), matrices)
+        config = leave_plain(config, self._prefixes(head), matrices, Path(target_folder))
         merge(Path(target_folder), out, tensors, lambda name: self._parts(name, first) is not None)
         atomic_write_json(out / "config.json", config)
-        note: dict[str, Any] = {key: value for key, value in loaded.meta.items() if key != "sha256"}
-        note["draft_ids"] = None if loaded.draft_ids is None else loaded.draft_ids.tolist()
-        atomic_write_json(out / NOTE, note | {"layout": self.name})
+        write_note(out, loaded, self.name, ids=True)
         return origin
 
     def read(self, folder: Path | str, target_folder: Path | str | None = None) -> LoadedHead:
@@ -164,7 +162,7 @@ class MTPLayout:
                 f"{folder}: config.json says {key}={said}, the files hold {count} MTP modules; "
                 "one of them is of another checkpoint"
             )
-        note = read_json(folder / NOTE) if (folder / NOTE).exists() else {}
+        note, draft_ids = read_note(folder, int(target_config.vocab_size))
         head = MTPHead(self._config(count, note), self.layer_as(target_config))
         found: dict[str, Tensor] = {}
         for name, (module, rest) in mine.items():
@@ -175,11 +173,6 @@ class MTPLayout:
                 found[self._prefix(first + module) + rest] = read_tensor(files, name)
         dequantise(found, raw)
         self._take(folder, head, found, first)
-        note.pop("layout", None)
-        draft_ids = note.pop("draft_ids", None)
-        if draft_ids is not None:
-            maps = vocabulary_maps(torch.tensor(draft_ids), int(target_config.vocab_size))
-            draft_ids = read_vocabulary(maps, int(target_config.vocab_size), str(folder / NOTE))
         return LoadedHead(head, draft_ids, note)
 
     def belongs(self, model_type: str, names: dict[str, Path], target_config: Any) -> bool:
@@ -250,13 +243,11 @@ class MTPLayout:
         if not mtp_classes(self.name, target):
             return []
         config, tensors = self.described(loaded)
-        trained, judged = facts(loaded), list[tuple[Report, list[str]]]()
-        for engine in engines(self.name, self.names(config)):
-            report = engine.load(config, tensors, target)
-            faults = [f"{report.title} {fault}" for fault in report.faults()]
-            faults += differences(report.title, report.runs, trained)
-            judged.append((report, faults))
-        return judged
+        trained = facts(loaded)
+        return [
+            judge(engine, config, tensors, target, trained)
+            for engine in engines(self.name, self.names(config))
+        ]
 
     def described(self, loaded: LoadedHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The configuration and the modules' tensors as they would be written, on the meta

@@ -2,17 +2,18 @@
 be run (`loaders.py`); the parameters are the family's own layer and what the layout puts around it.
 
 vLLM (0.33.0): what is no tensor of a module that config.json counts is never looked at; inside one,
-an unknown name raises, but any `.bias` is dropped. Whatever is missing raises, in a target that is
-not quantised; of a projection that it packs with others (q, k, v; gate, up; all experts) one that
-is missing stays random. In a quantised target everything that is missing stays random, but that
-DeepSeek's class raises where a whole module is. Embedding and lm_head are the target's;
-Qwen3NextMTP and MiMoMTPModel raise where the target's lm_head is tied, since they make one.
-ErnieMTP makes a Llama layer of the block, which turns the rope by halves, the family's by pairs.
+an unknown name raises, but a `.bias` is dropped. A missing norm raises in a target that is not
+quantised, and so does the projection but in Qwen's classes; whatever vLLM's own layers hold (q, k,
+v, o, gate, up, down, router, experts) stays random without a word where it is missing, although the
+engine compares: such layers may fill themselves after loading and are passed over. In a quantised
+target norms stay one (of style gemma zero) and the projection random, too; DeepSeek's class raises
+where a whole module is missing. Embedding and lm_head are the target's. ErnieMTP makes a Llama
+layer of the block, which turns the rope by halves, the family's by pairs.
 
-SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), the rest
-random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says nothing,
-Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's and GLM's
-take one module and no more; MiMo's loads every module over the one before.
+SGLang (0.5.23): nothing that is missing is told: norms stay one (of style gemma: zero), biases
+zero, the rest random. Of what it does not know, DeepSeek's and Qwen3.5's classes warn, GLM's says
+nothing, Qwen3-Next's, MiMo's and ERNIE's raise; a `.bias` is dropped, but by ERNIE's. DeepSeek's
+and GLM's take one module and no more; MiMo's loads every module over the one before.
 
 TensorRT-LLM (00679c66, PyTorch path): names that it does not know are never looked at. What is
 missing raises in DeepSeek's and GLM's classes; in Qwen's one of a packed projection does, the rest
@@ -37,17 +38,13 @@ from ..heads.config import HeadConfig
 from ..heads.mtp import MTPHead
 from ..skeleton import skeleton, spelt
 from .loaders import Engine, Keys, Loader, Made, Parameter, Stopped
+from .mtp_target import text_part
 from .sglang_eagle import VERSION as SGLANG
 from .trtllm_eagle3 import VERSION as TRTLLM
 from .vllm_eagle import VERSION as VLLM
 
-_PACKED = (
-    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13."),
-    (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2."),
-    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
-    (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj."),
-)
+_PACKED = re.compile(r"\.(experts\.\d+|[qkv]_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.")
+"""Tensors that a class keeps in one parameter with others."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,18 @@ class MTPClass:
 
     Attributes:
         name: as the engine calls it. family: start of the model_type. missing: what becomes of a
-            parameter without a tensor: `left` (norms stay one or zero, the rest random), `compared`
-            (raises where the target is not quantised, but for one of a packed projection), `raise`,
-            or `packed` (one of a packed projection raises, the rest stays random).
-        unexpected: see `Loader`. biases: it drops any `.bias` that it does not know.
-        counted: it looks at the modules that config.json counts, not at every one.
-        copies: tensors of a module that it makes, by the ends of their names -> what becomes of one
-            that is missing; those it does not make it skips knowingly.
+            parameter without a tensor: `left` (norms stay one or zero, the rest random), `norms` or
+            `norms, projection` (those raise where the target is not quantised, else as before),
+            `raise`, or `packed` (one of a packed projection raises, the rest stays random).
+        unexpected: see `Loader`. biases: of those that it does not know it drops `all`, those of
+            `modules` that it has, or `none`.
+        counted: it looks at the modules that config.json counts, not at every one. anywhere: parts
+            of a name by which it looks at one that does not begin as the modules' do.
+        copies: it makes a module's copies of embedding and lm_head, for which the target's stand
+            in where they are missing; else it skips them knowingly.
         one: the number of modules that it stops at. first: it runs the first module alone.
         merged: each module is loaded over the one before. present: it raises where a whole module
-            is missing. own_lm_head: it raises where the target has none of its own.
+            is missing.
         default: modules where config.json has no number; None needs it.
         norms: our names of those that it runs. recycled: as `facts` says it; None where it is
             another than the layout's from the second draft on. masked: the embedding at position 0
@@ -88,14 +87,14 @@ class MTPClass:
     family: str
     missing: str = "left"
     unexpected: str = "raise"
-    biases: bool = True
+    biases: str = "all"
     counted: bool = False
-    copies: tuple[tuple[str, str], ...] = ()
+    anywhere: tuple[str, ...] = ()
+    copies: bool = False
     one: bool = False
     first: bool = False
     merged: bool = False
     present: bool = False
-    own_lm_head: bool = False
     default: int | None = None
     norms: tuple[str, ...] = ("embedding", "hidden", "attention_input", "output")
     recycled: str | None = "its output after the norm"
@@ -105,8 +104,7 @@ class MTPClass:
     turned: str = ""
 
 
-_SHARED = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "shared"))
-_OWN_HEAD = (("embed_tokens.weight", "shared"), ("shared_head.head.weight", "raise"))
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _GEMMA = {"style": "gemma", "masked": False, "default": 1}
 CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
     "deepseek-mtp": {
@@ -114,9 +112,9 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "DeepSeekMTPModel",
                 "deepseek_v3",
-                missing="compared",
+                missing="norms, projection",
                 counted=True,
-                copies=_OWN_HEAD,
+                copies=True,
                 present=True,
             ),
         ),
@@ -130,9 +128,9 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "Glm4MoeMTPModel",
                 "glm4_moe",
-                missing="compared",
+                missing="norms, projection",
                 counted=True,
-                copies=_SHARED,
+                copies=True,
                 recycled="its output before the norm",
             ),
         ),
@@ -151,11 +149,11 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
     },
     "qwen-mtp": {
         VLLM: (
-            MTPClass("Qwen3NextMTP", "qwen3_next", missing="compared", own_lm_head=True, **_GEMMA),
-            MTPClass("Qwen3_5MTP", "qwen3_5", missing="compared", **_GEMMA),
+            MTPClass("Qwen3NextMTP", "qwen3_next", missing="norms", biases="modules", **_GEMMA),
+            MTPClass("Qwen3_5MTP", "qwen3_5", missing="norms", biases="modules", **_GEMMA),
         ),
         SGLANG: (
-            MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", **_GEMMA),
+            MTPClass("Qwen3NextForCausalLMMTP", "qwen3_next", anywhere=("mtp",), **_GEMMA),
             MTPClass("Qwen3_5ForCausalLMMTP", "qwen3_5", unexpected="drop", **_GEMMA),
         ),
         TRTLLM: tuple(
@@ -168,15 +166,22 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "MiMoMTPModel",
                 "mimo",
-                missing="compared",
-                own_lm_head=True,
+                missing="norms, projection",
+                biases="modules",
                 first=True,
                 order=("hidden", "embedding"),
                 masked=True,
             ),
         ),
         SGLANG: (
-            MTPClass("MiMoMTP", "mimo", merged=True, order=("hidden", "embedding"), masked=True),
+            MTPClass(
+                "MiMoMTP",
+                "mimo",
+                merged=True,
+                anywhere=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+                order=("hidden", "embedding"),
+                masked=True,
+            ),
         ),
     },
     "ernie-mtp": {
@@ -184,7 +189,8 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "ErnieMTP",
                 "ernie4_5_moe",
-                missing="compared",
+                missing="norms, projection",
+                biases="modules",
                 one=True,
                 norms=("embedding", "hidden", "attention_input"),
                 recycled="its output",
@@ -196,7 +202,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
             MTPClass(
                 "Ernie4_5_MoeForCausalLMMTP",
                 "ernie4_5_moe",
-                biases=False,
+                biases="none",
                 present=True,
                 norms=("embedding", "hidden", "attention_input"),
                 recycled="its output",
@@ -211,7 +217,7 @@ CLASSES: dict[str, dict[str, tuple[MTPClass, ...]]] = {
 def engines(layout: str, names: MTPNames) -> tuple[Engine, ...]:
     """The engines that have classes for a layout."""
     return tuple(
-        Engine(engine, _resolver(classes), tuple(_loader(one, names) for one in classes), _text)
+        Engine(engine, _resolver(classes), tuple(_loader(one, names) for one in classes), text_part)
         for engine, classes in CLASSES.get(layout, {}).items()
     )
 
@@ -243,10 +249,6 @@ def module_shapes(described: str) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix("blocks.0."): tuple(value.shape) for name, value in tensors.items()}
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config") or config
-
-
 def _resolver(classes: tuple[MTPClass, ...]) -> Callable[[Keys], str]:
     def resolve(keys: Keys) -> str:
         kind = str(keys.need("model_type"))
@@ -272,8 +274,6 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         count, found = modules(keys), Made()
         if one.one and count != 1:
             raise Stopped(f"config.json has {names.count}={count}, and it takes 1 module alone")
-        if one.own_lm_head and keys.get("tie_word_embeddings", False):
-            raise Stopped("it makes an lm_head and finds none, since the target's is tied")
         quantised = bool(keys.get("quantization_config"))
         for module in range(1 if one.merged else count):
             start = prefix(target, module)
@@ -282,14 +282,9 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
                 if inside == name and name not in names.own:
                     continue  # a norm that the layout's modules do not have
                 theirs = names.own[name] if inside == name else names.layer + inside
-                packed = _group(start + theirs)
-                alone = _alone(one, quantised, bool(packed), len(shape) == 1 and "norm." in name)
-                group = packed if one.missing == "compared" else ""
-                found[start + theirs] = Parameter(shape, alone, group)
+                found[start + theirs] = Parameter(shape, _absent(one, name, quantised))
             shape = (int(target.vocab_size), int(target.hidden_size))
-            for name, absent in one.copies:
-                left = "shared" if quantised else absent
-                found[start + name] = Parameter(shape, left)
+            found |= {start + name: Parameter(shape, "shared") for name in _COPIES if one.copies}
         return found
 
     def runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -311,17 +306,22 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         return told | ({} if one.masked is None else {"masked": one.masked})
 
     def rename(name: str) -> str | None:
-        if not one.copies and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+        if not one.copies and name.endswith(_COPIES):
             return None
         if one.merged:
             return re.sub(r"^(model\.mtp_layers)\.\d+\.", r"\1.0.", name)
         return name
 
     def looks(name: str, made: Made) -> bool:
+        if name.endswith(".bias"):
+            module = name.removesuffix("bias") + "weight"
+            if one.biases == "all" or (one.biases == "modules" and module in made):
+                return False
         if one.counted:
             start = re.match(r".*?layers\.\d+\.", name)
             return start is not None and any(key.startswith(start.group()) for key in made)
-        return name.startswith(names.prefix.partition("{")[0])
+        start = names.prefix.partition("{")[0]
+        return name.startswith(start) or any(part in name for part in one.anywhere)
 
     return Loader(
         one.name,
@@ -330,22 +330,20 @@ def _loader(one: MTPClass, names: MTPNames) -> Loader:
         runs,
         rename,
         unexpected=one.unexpected,
-        spared=(".bias",) if one.biases else (),
         looks=looks,
     )
 
 
-def _alone(one: MTPClass, quantised: bool, packed: bool, norm: bool) -> str:
-    """What becomes of a parameter that has no tensor; see `Parameter`."""
-    if one.missing == "left" and norm:
+def _absent(one: MTPClass, name: str, quantised: bool) -> str:
+    """What becomes of a parameter that has no tensor, by our name; see `Parameter`."""
+    norm = name.endswith("norm.weight")
+    if one.missing == "raise" or (one.missing == "packed" and _PACKED.search(name)):
+        return "raise"
+    if norm or name == "eh_proj.weight":
+        if not quantised and ("norms" if norm else "projection") in one.missing:
+            return "raise"
+    if norm and one.missing != "packed":
         return "ones" if one.style == "rms" else "zeros"
-    raises = {"compared": not quantised, "raise": True, "packed": packed}
-    return "raise" if raises.get(one.missing, False) else "random"
-
-
-def _group(name: str) -> str:
-    """What vLLM packs a tensor with; nothing for most."""
-    for pattern, packed in _PACKED:
-        if pattern.search(name):
-            return pattern.sub(packed, name)
-    return ""
+    if name.endswith(".bias") and one.missing == "left":
+        return "zeros"
+    return "random"

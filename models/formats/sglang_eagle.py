@@ -4,10 +4,10 @@ they run.
     LlamaForCausalLMEagle     none               names of the EAGLE folder (`eagle.py`)
     MistralForCausalLMEagle   attention_input    `model.` before the names
 
-Both warn of a name that they do not know and leave what is missing random. The first makes `fc`
-with a bias, so the folder holds one of zeros; the second makes a `norm` that it never runs.
-Embedding and lm_head are the target's. vLLM looks for another class name, so one folder cannot
-serve both.
+Both warn of a name that they do not know and leave what is missing random, a norm one and an
+attention's bias zero. The first makes `fc` with a bias, so the folder holds one of zeros; the
+second makes a `norm` that it never runs. Embedding and lm_head are the target's. vLLM looks for
+another class name, so one folder cannot serve both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def biases(keys: Keys) -> tuple[str, ...]:
 
 
 def _llama(keys: Keys, target: Any) -> Made:
-    made = eagle_made(keys, biases=biases(keys))
+    made = eagle_made(keys, biases=biases(keys), bias="zeros")
     made["fc.bias"] = Parameter((int(keys.need("hidden_size")),))
     return made
 
@@ -42,7 +42,7 @@ def _llama_runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str
 
 def _mistral(keys: Keys, target: Any) -> Made:
     norms = ("input_layernorm", "post_attention_layernorm")
-    made = eagle_made(keys, "model.", norms=norms, biases=biases(keys))
+    made = eagle_made(keys, "model.", norms=norms, biases=biases(keys), bias="zeros")
     made["model.norm.weight"] = Parameter((int(keys.need("hidden_size")),), "unused")
     return made
 

@@ -1,8 +1,8 @@
 """EAGLE-3 folders for SGLang 0.5.23 (`--speculative-algorithm EAGLE3`); names as in `eagle3.py`.
 
 One class, `LlamaForCausalLMEagle3`: a Llama-shaped layer whose q, k and v have no biases. It drops
-every name that it does not know and leaves what is missing random, both without a word; `model.`
-before the names does no harm but to `lm_head`, which is then random.
+every name that it does not know and leaves what is missing random (a norm one), without a word;
+`model.` before the names does no harm but to `lm_head`, which is then random.
 `eagle_config.eagle_aux_hidden_state_layer_ids` are the layers that a state *leaves* (one less than
 in vLLM, whose top-level key it does not read); where that is absent, the states entering 2, L//2
 and L-3. Its target captures states that enter layers 1 to L-1. `norm_before_residual` is not known.
@@ -40,9 +40,10 @@ def _made(keys: Keys, target: Any) -> Made:
     given, ids = keys.get("num_aux_hidden_states"), keys.get(NESTED)
     count = int(given) if given is not None else len(ids) if ids else 3
     inner = tuple(name for name in llama_biases(keys) if name == "o_proj")
+    kind: dict[str, Any] = {"biases": inner, "bias": "zeros"}
     rows, vocabulary = keys.need("draft_vocab_size"), keys.need("vocab_size")
     reduced = rows not in (None, vocabulary)
-    made = eagle3_made(keys, count, "zeros" if reduced else "unused", biases=inner)
+    made = eagle3_made(keys, count, "zeros" if reduced else "unused", **kind)
     made |= fed_norms(keys, count, "use_aux_norm")
     if keys.get("bias", False):
         made["fc.bias"] = Parameter((int(keys.need("hidden_size")),))
@@ -53,7 +54,7 @@ def _made(keys: Keys, target: Any) -> Made:
     for index in range(1, int(keys.need("num_hidden_layers"))):
         prefix, size = f"layers.{index}.", int(keys.need("hidden_size"))
         norms = ("hidden_norm", "post_attention_layernorm")
-        made |= layer_made(keys, prefix, norms=norms, biases=inner)
+        made |= layer_made(keys, prefix, norms=norms, **kind)
         made[f"{prefix}input_layernorm.weight"] = Parameter((size,), "unused")
     return made
 

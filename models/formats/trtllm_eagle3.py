@@ -36,7 +36,7 @@ VERSION = "TensorRT-LLM 00679c66"
 
 
 def _made(keys: Keys, target: Any) -> Made:
-    kind: dict[str, Any] = {"packed": "raise"}
+    kind: dict[str, Any] = {"packed": "raise", "unset": "random"}
     kind["biases"] = ALL_FOUR if keys.need("attention_bias") else ()
     if keys.get("mlp_bias", False):
         kind["biases"] += ("gate_proj", "up_proj", "down_proj")

@@ -6,11 +6,13 @@ the norms that they run.
     EagleMiniCPMForCausalLM  embedding, hidden, attention_input      `model.input_norm1`,
                              `model.input_norm2`, `model.eagle_layers.0.`
 
-The first raises on a name that it does not know (but drops any `.bias`) and leaves what is missing
-random; the others raise on both. The last makes a `norm` that it never runs and wants an embedding
-and an lm_head of its own, so the folder holds a filler and copies of the target's. A Llama-shaped
-layer runs in all three (MiniCPM's three factors are written as 1). Cohere's and Llama-4's classes
-have layers of their own.
+All raise on a name that they do not know, but for a `.bias` of a module that they have and the
+rope's tables. A missing matrix stays random, but that the last raises where `fc` is missing; a
+missing norm stays one in the first and raises in the others. Embedding and lm_head are the
+target's. EagleMistralForCausalLM takes Mistral's own names for `model.layers` and `model.norm`,
+too. The last makes a `norm` that it never runs, so the folder holds a filler. A Llama-shaped layer
+runs in all three (MiniCPM's three factors are written as 1). Cohere's and Llama-4's classes have
+layers of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .eagle_layout import EagleLayout
 from .loaders import QKV, Engine, Keys, Loader, Made, Parameter, read_rope
 
 VERSION = "vLLM 0.33.0"
-SPARED = (".bias",)
+_TABLES = ("inv_freq", "cos_cached", "sin_cached")
 
 
 def attention_biases(keys: Keys) -> tuple[str, ...]:
@@ -41,6 +43,22 @@ def attention_biases(keys: Keys) -> tuple[str, ...]:
 def mlp_biases(keys: Keys) -> tuple[str, ...]:
     """Of a Llama layer."""
     return ("gate_proj", "up_proj", "down_proj") if keys.get("mlp_bias", False) else ()
+
+
+def looks(name: str, made: Made) -> bool:
+    """A bias that a module does not have is never looked at."""
+    module, _, end = name.rpartition(".")
+    return end != "bias" or f"{module}.weight" not in made
+
+
+def without_tables(name: str) -> str | None:
+    """Tables of the rope are skipped."""
+    return None if "rotary_emb." in name and name.endswith(_TABLES) else name
+
+
+def _mistral_name(name: str) -> str | None:
+    own = name.startswith(("layers.", "norm."))
+    return without_tables(f"model.{name}" if own else name)
 
 
 def _resolve(keys: Keys) -> str:
@@ -61,7 +79,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def _mistral(keys: Keys, target: Any) -> Made:
     biases = attention_biases(keys) + mlp_biases(keys)
-    made = eagle_made(keys, "model.", norms=_NORMS, biases=biases, alone="raise")
+    made = eagle_made(keys, "model.", norms=_NORMS, biases=biases, unset="raise")
     made["model.norm.weight"] = Parameter((int(keys.need("hidden_size")),), "raise")
     return made
 
@@ -75,11 +93,11 @@ def _mistral_runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[s
 
 def _minicpm(keys: Keys, target: Any) -> Made:
     size, vocabulary = int(keys.need("hidden_size")), int(keys.need("vocab_size"))
-    made = eagle_made(keys, "model.", "eagle_layers", norms=_NORMS, square=True, alone="raise")
+    made = eagle_made(keys, "model.", "eagle_layers", norms=_NORMS, square=True, unset="raise")
+    made["model.fc.weight"] = Parameter((size, 2 * size), "raise")
     for name in ("input_norm1", "input_norm2", "norm"):
         made[f"model.{name}.weight"] = Parameter((size,), "raise")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        made[name] = Parameter((vocabulary, size), "raise")
+    made["lm_head.weight"] = Parameter((vocabulary, size), "shared")
     return made
 
 
@@ -97,13 +115,21 @@ VLLM = Engine(
     VERSION,
     _resolve,
     (
-        Loader("EagleLlamaForCausalLM", "LlamaForCausalLM", _llama, _llama_runs, spared=SPARED),
+        Loader(
+            "EagleLlamaForCausalLM",
+            "LlamaForCausalLM",
+            _llama,
+            _llama_runs,
+            without_tables,
+            looks=looks,
+        ),
         Loader(
             "EagleMistralForCausalLM",
             "MistralForCausalLM",
             _mistral,
             _mistral_runs,
-            spared=SPARED,
+            _mistral_name,
+            looks=looks,
             prefix="model.",
             norms=("attention_input", "output"),
         ),
@@ -112,16 +138,13 @@ VLLM = Engine(
             "MiniCPMForCausalLM",
             _minicpm,
             _minicpm_runs,
-            spared=SPARED,
+            without_tables,
+            looks=looks,
             prefix="model.",
             layer="eagle_layers.0.",
             norms=("embedding", "hidden", "attention_input"),
             writes={"scale_emb": 1.0, "scale_depth": 1.0, "mup_denominator": 1},
-            fills={
-                "model.norm.weight": "ones",
-                "model.embed_tokens.weight": "embed_tokens.weight",
-                "lm_head.weight": "lm_head.weight",
-            },
+            fills={"model.norm.weight": "ones"},
         ),
     ),
 )

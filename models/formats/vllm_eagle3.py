@@ -6,9 +6,11 @@
 
 The ids in `eagle_aux_hidden_state_layer_ids` are those of the layers that a state *enters*. The
 same key inside `eagle_config` is read for its length alone; it is written as SGLang counts (the
-layer that a state leaves). A name that is not known raises, but any `.bias` is dropped; what is
-missing stays random; a missing map stays zero, so that the first ids would be drafted; a map for
-the whole vocabulary raises. In a multi-layer head further layers read `input_layernorm`.
+layer that a state leaves). A name that is not known raises, but for a
+`.bias` of a module that is there, the rope's tables, and an `input_norm` or `mask_hidden` that the
+configuration does not ask for. What is missing stays random, a norm one; a missing map stays zero,
+so that the first ids would be drafted; a map for the whole vocabulary raises. In a multi-layer head
+further layers read `input_layernorm`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from .loaders import (
     layer_made,
     read_rope,
 )
-from .vllm_eagle import SPARED, VERSION, mlp_biases
+from .vllm_eagle import VERSION, looks, mlp_biases, without_tables
 
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
 
@@ -108,9 +110,18 @@ def _qwen3_runs(keys: Keys, target: Any, tensors: dict[str, Tensor]) -> dict[str
     return _runs(keys, target, tensors) | {"layer": "query-norm"}
 
 
+def _renamed(name: str) -> str | None:
+    first = to_first(name)
+    return None if first is None else without_tables(first)
+
+
+def _looks(name: str, made: Made) -> bool:
+    return looks(name, made) and not name.startswith(("input_norm.", "mask_hidden"))
+
+
 def _llama_loader(name: str) -> Loader:
     return Loader(
-        name, name, _llama, _runs, to_first, spared=SPARED, norms=FOUR_NORMS, all_biases=True
+        name, name, _llama, _runs, _renamed, looks=_looks, norms=FOUR_NORMS, all_biases=True
     )
 
 
@@ -122,8 +133,8 @@ CLASSES = (
         "Eagle3Qwen3ForCausalLM",
         _qwen3,
         _qwen3_runs,
-        to_first,
-        spared=SPARED,
+        _renamed,
+        looks=_looks,
         norms=FOUR_NORMS,
         query_norms=True,
         writes={"use_sliding_window": False},

@@ -132,10 +132,12 @@ HELD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", HELD, ids=lambda one: one["quant_method"])
-def test_modules_are_on_the_list_of_what_is_not_quantised(settings: dict[str, Any]) -> None:
+def test_modules_are_on_the_list_of_what_is_not_quantised(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Each in every engine's name; what was on it stays; other layers are none of it."""
     before = {"quantization_config": settings}
-    changed = leave_plain(before, PREFIXES, MODULES)
+    changed = leave_plain(before, PREFIXES, MODULES, tmp_path)
     for start in ("model.layers.2.", "model.decoder."):
         for inside in ("self_attn.o_proj", "mlp.experts"):
             assert plain(changed, start + inside), inside
@@ -143,11 +145,34 @@ def test_modules_are_on_the_list_of_what_is_not_quantised(settings: dict[str, An
     assert not plain(changed, "model.layers.21.self_attn.o_proj")
     assert plain(changed, "lm_head") == ("lm_head" in str(settings))
     assert before == {"quantization_config": settings} and "decoder" not in str(before)
-    assert leave_plain(changed, PREFIXES, MODULES) == changed
+    assert leave_plain(changed, PREFIXES, MODULES, tmp_path) == changed
 
 
-def test_a_way_of_quantising_that_is_not_known_is_refused() -> None:
+def test_an_awq_list_that_is_begun_holds_what_was_plain(tmp_path: Path) -> None:
+    """Where there is none, vLLM finds the plain modules by their tensors, and stops doing so when
+    there is one."""
+    tensors = {
+        "lm_head.weight": torch.ones(4, 2),
+        "model.norm.weight": torch.ones(2),
+        "model.layers.0.mlp.gate.weight": torch.ones(4, 2).half(),
+        "model.layers.0.mlp.up_proj.qweight": torch.ones(4, 2, dtype=torch.int32),
+        "model.layers.0.mlp.up_proj.scales": torch.ones(4, 2),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    for held in (None, []):
+        before = {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": held}}
+        listed = leave_plain(before, PREFIXES, MODULES, tmp_path)["quantization_config"]
+        assert listed["modules_to_not_convert"] == [
+            "lm_head",
+            "model.layers.0.mlp.gate",
+            *PREFIXES,
+        ]
+
+
+def test_a_way_of_quantising_that_is_not_known_is_refused(tmp_path: Path) -> None:
     """By its name, and a plain target keeps its configuration."""
     with pytest.raises(ValueError, match="quantised by 'modelopt'"):
-        leave_plain({"quantization_config": {"quant_method": "modelopt"}}, PREFIXES, MODULES)
-    assert leave_plain({"a": 1}, PREFIXES, MODULES) == {"a": 1}
+        leave_plain(
+            {"quantization_config": {"quant_method": "modelopt"}}, PREFIXES, MODULES, tmp_path
+        )
+    assert leave_plain({"a": 1}, PREFIXES, MODULES, tmp_path) == {"a": 1}

@@ -25,6 +25,11 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Sizes from: Llama, Lightning-AI/litgpt litgpt/config.py (which names the published config.json);
+# Qwen3-8B, sgl-project/SpecForge configs/qwen3-8b-dspark.json; Qwen3-Next and MiMo, THUDM/slime
+# scripts/models (qwen3-next-80B-A3B.sh, mimo-7B-rl.sh); GLM-4.5-Air, its glm4.5-106B-A12B and the
+# defaults of transformers' Glm4MoeConfig; DeepSeek-V3 and ERNIE-4.5, those of DeepseekV3Config and
+# Ernie4_5_MoeConfig ("ERNIE-4.5-21B-A3B style"); DeepSeek's names also from its README_WEIGHTS.md.
 REAL: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama",
@@ -35,6 +40,7 @@ REAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "rope_parameters": ROPE,
     },
     "llama-3.3-70b": {
@@ -46,6 +52,7 @@ REAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "rope_parameters": ROPE,
     },
     "qwen3-8b": {
@@ -58,6 +65,7 @@ REAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3",
@@ -133,99 +141,6 @@ def real_head(name: str, config: HeadConfig, drafted: int | None = None) -> Load
     with torch.device("meta"):
         head = head_class(config.kind)(config, target, drafted)
     return LoadedHead(head, None if drafted is None else torch.arange(drafted) * 3, {})
-
-
-@pytest.mark.parametrize("layout", ["vllm-eagle3", "sglang-eagle3", "trtllm-eagle3", "speculators"])
-@pytest.mark.parametrize(("name", "sizes"), [("llama-3.1-8b", 4096), ("llama-3.3-70b", 8192)])
-def test_eagle3_names_and_shapes_at_real_sizes(layout: str, name: str, sizes: int) -> None:
-    """Written out by hand from the engines' lists."""
-    size, wide = sizes, REAL[name]["intermediate_size"]
-    first = "layers.0." if layout == "speculators" else "midlayer."
-    queries, keys = REAL[name]["num_attention_heads"] * 128, 8 * 128
-    loaded = real_head(name, HeadConfig("eagle3"), 32000)
-    if layout == "speculators":
-        planned = BY_NAME[layout].plan(loaded, Path("/models/target"))
-    else:
-        planned = BY_NAME[layout].plan(loaded, Path())
-    right = {
-        "fc.weight": [size, 3 * size],
-        f"{first}input_layernorm.weight": [size],
-        f"{first}hidden_norm.weight": [size],
-        f"{first}self_attn.q_proj.weight": [queries, 2 * size],
-        f"{first}self_attn.k_proj.weight": [keys, 2 * size],
-        f"{first}self_attn.v_proj.weight": [keys, 2 * size],
-        f"{first}self_attn.o_proj.weight": [size, queries],
-        f"{first}post_attention_layernorm.weight": [size],
-        f"{first}mlp.gate_proj.weight": [wide, size],
-        f"{first}mlp.up_proj.weight": [wide, size],
-        f"{first}mlp.down_proj.weight": [size, wide],
-        "norm.weight": [size],
-        "lm_head.weight": [32000, size],
-        "d2t": [32000],
-        "t2d": [128256],
-    }
-    if layout == "speculators":
-        right["embed_tokens.weight"] = [128256, size]
-    assert {key: list(value.shape) for key, value in planned.tensors.items()} == right
-    assert planned.tensors["d2t"].dtype == torch.int64
-    config = planned.config
-    layers = REAL[name]["num_hidden_layers"]
-    entered = [2, layers // 2, layers - 3]
-    key = "eagle_aux_hidden_state_layer_ids"
-    if layout == "speculators":
-        assert config["speculators_model_type"] == "eagle3" and config[key] == entered
-        assert config["norm_before_residual"] is False and config["draft_vocab_size"] == 32000
-        verifier = config["speculators_config"]["verifier"]
-        assert verifier["name_or_path"] == "/models/target"
-        config = config["transformer_layer_config"]
-    else:
-        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert config["eagle_config"][key] == [k - 1 for k in entered]
-        assert (config.get(key) == entered) == (layout != "trtllm-eagle3")
-        assert config["draft_vocab_size"] == 32000
-    assert config["vocab_size"] == 128256 and config["max_position_embeddings"] == 131072
-    assert config["rope_theta"] == 500000.0 and config["rope_scaling"]["rope_type"] == "llama3"
-    assert config["rope_scaling"]["type"] == "llama3" and config["tie_word_embeddings"] is False
-    assert (config["num_hidden_layers"], config["model_type"]) == (1, "llama")
-
-
-def test_a_qwen3_head_at_real_size() -> None:
-    """Norms on queries and keys go to vLLM's Qwen3 class, with a head width of its own."""
-    planned = BY_NAME["vllm-eagle3"].plan(real_head("qwen3-8b", HeadConfig("eagle3")), Path())
-    shapes = {key: list(value.shape) for key, value in planned.tensors.items()}
-    assert shapes["midlayer.self_attn.q_norm.weight"] == [128]
-    assert shapes["lm_head.weight"] == [151936, 4096] and "d2t" not in shapes
-    assert planned.config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
-    assert planned.config["model_type"] == "qwen3" and planned.config["head_dim"] == 128
-
-
-@pytest.mark.parametrize(
-    ("layout", "architecture", "more"),
-    [
-        ("vllm-eagle", "LlamaForCausalLM", {}),
-        ("sglang-eagle", "LlamaForCausalLMEagle", {"fc.bias": [8192]}),
-    ],
-)
-def test_eagle_names_and_shapes_at_real_sizes(
-    layout: str, architecture: str, more: dict[str, list[int]]
-) -> None:
-    """Written out by hand; no norm but the second, no embedding, no lm_head."""
-    loaded = real_head("llama-3.3-70b", HeadConfig("eagle", norms=NONE))
-    planned = BY_NAME[layout].plan(loaded, Path())
-    assert {key: list(value.shape) for key, value in planned.tensors.items()} == {
-        "fc.weight": [8192, 16384],
-        "layers.0.self_attn.q_proj.weight": [8192, 8192],
-        "layers.0.self_attn.k_proj.weight": [1024, 8192],
-        "layers.0.self_attn.v_proj.weight": [1024, 8192],
-        "layers.0.self_attn.o_proj.weight": [8192, 8192],
-        "layers.0.mlp.gate_proj.weight": [28672, 8192],
-        "layers.0.mlp.up_proj.weight": [28672, 8192],
-        "layers.0.mlp.down_proj.weight": [8192, 28672],
-        "layers.0.post_attention_layernorm.weight": [8192],
-        **more,
-    }
-    assert planned.config["architectures"] == [architecture]
-    assert "bias" not in planned.config
 
 
 def experts(prefix: str, size: int, wide: int, count: int, shared: str) -> dict[str, list[int]]:
@@ -408,8 +323,6 @@ def test_the_authors_eagle_folders_at_real_sizes() -> None:
                 "model.input_norm1.weight": [4096],
                 "model.input_norm2.weight": [4096],
                 "model.norm.weight": [4096],
-                "model.embed_tokens.weight": [128256, 4096],
-                "lm_head.weight": [128256, 4096],
             },
         ),
         (

@@ -10,6 +10,8 @@ from draftsmith.models.formats.matrix import head_of, page
 from draftsmith.models.formats.runs import SHORT, named_layout, where
 from draftsmith.models.heads import HeadConfig, NormConfig
 
+from .test_real_sizes import real_head
+
 NONE = NormConfig(False, False, False, False)
 MOE = {
     "head_dim": 16,
@@ -60,3 +62,12 @@ def test_an_engines_name_stands_for_its_layout() -> None:
     for name, head in (("sglang", medusa), ("vllm", head_of(HeadConfig(), llama))):
         with pytest.raises(ValueError, match=f"export.layout={name}: .* has no class"):
             named_layout(name, head)
+
+
+def test_ernies_modules_are_refused_where_the_rope_turns_otherwise() -> None:
+    """vLLM has a class, which runs another rope; SGLang's is the family's."""
+    config = HeadConfig(norms=NormConfig(output=False), mask_position_zero=True)
+    ernie = real_head("ernie-4.5-21b", config)
+    assert named_layout("sglang", ernie) == "ernie-mtp"
+    with pytest.raises(ValueError, match=r"export.layout=vllm: .*turned by halves, this head has"):
+        named_layout("vllm", ernie)

@@ -96,7 +96,7 @@ def test_a_folder_from_elsewhere_runs_as_it_lies(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`generate` takes a foreign folder where it takes a native one."""
+    """`generate` and `evaluate` take a foreign folder where they take a native one."""
     monkeypatch.chdir(tmp_path)
     bare = HeadConfig("eagle", norms=NormConfig(False, False, False, False))
     write, _ = layout("vllm-eagle")
@@ -107,3 +107,19 @@ def test_a_folder_from_elsewhere_runs_as_it_lies(
     told = capsys.readouterr().out
     assert "the head is read from the layout vllm-eagle" in told
     assert "tokens per target call" in " ".join(told.split())
+    asked = json.dumps({"prompt": "Name a river and a town in France."})
+    (tmp_path / "asked.jsonl").write_text(asked)
+    words = [
+        f"target.source={talking_folder}",
+        "engine.pool_tokens=512",
+        "evaluate.head=theirs",
+        "evaluate.prompts=[./asked.jsonl]",
+        "evaluate.drafters=[head]",
+        "evaluate.draft_tokens=[1]",
+        "evaluate.limit=1",
+        "evaluate.max_new_tokens=6",
+    ]
+    with pytest.warns(UserWarning, match="the head was trained on 9 at most"):
+        assert main(["evaluate", "work=w", *words]) == 0
+    runs = json.loads(Path("w/report.json").read_text())["runs"]
+    assert any(run["drafter"] == "eagle" and run["num_draft_tokens"] for run in runs)
