@@ -1,7 +1,8 @@
 """`make bench`: one bench after another, each in a process of its own, then one table.
 
 Each writes its JSON to work/bench/NAME.json; the table shows the ratios in it: the entries of
-`ratios` (what, ratio, against), or else every number whose name says ratio. A bench that fails is
+a list `ratios` (what, ratio, against), or else every number with a ratio in its place's names; of a
+row in a list the place is its `what`, or its number. A bench that fails is
 named, and the rest go on. Left out, by hand: doctor and families (need trained heads), peers (needs
 the other trainers installed) and soak (proves, and times nothing).
 
@@ -33,15 +34,19 @@ def names() -> list[str]:
 
 def ratios(value: Any, path: str = "") -> Iterator[tuple[str, float, str]]:
     """(what, ratio, against) of a bench's JSON."""
-    if isinstance(value, dict) and "ratios" in value:
+    if isinstance(value, dict) and isinstance(value.get("ratios"), list):
         yield from ((one["what"], one["ratio"], one["against"]) for one in value["ratios"])
         return
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    if isinstance(value, dict):
+        inner = value.items()
+    else:
+        inner = ((each.get("what", number), each) for number, each in enumerate(value))
     for name, found in inner:
         place = f"{path} {name}".strip()
         if isinstance(found, (dict, list)):
-            yield from ratios(found, place)
-        elif isinstance(found, (int, float)) and "ratio" in str(name):
+            if not isinstance(found, list) or all(isinstance(each, dict) for each in found):
+                yield from ratios(found, place)
+        elif isinstance(found, (int, float)) and "ratio" in place:
             what, _, against = place.replace("_", " ").partition(" to ")
             yield what, float(found), against
 

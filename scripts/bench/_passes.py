@@ -95,6 +95,7 @@ def passes(
             tokens = sum(len(one.tokens) for one in running[:sequences])
             found.append(
                 {
+                    "what": f"{sequences} x {rows} rows, {kind}",
                     "sequences": sequences,
                     "rows": rows,
                     "context": f"{kind}, {tokens / sequences:.0f} tokens",
