@@ -1,8 +1,8 @@
 """What drafts win over plain decoding at batch 1: speed, and tokens a target call, in one run.
 
-Requests are answered one after another, greedily, to their end or `--tokens`. Every form answers
-all of them in each turn, and the best of its turns counts; tokens per second are of the whole
-request, prompt and all.
+Requests are answered one after another, greedily, to their end or `--tokens`. All forms take turns
+at a request, the best of a form's turns counts, and these are added up; tokens per second are of
+the whole request, prompt and all. Engines are made before.
 
     python -m draftsmith.scripts.bench.drafts [--head FOLDER] [--prompts humaneval,mt_bench] \
         [--drafts ngram:4,chain:1,full:2:3,dynamic:3:4:7,…] [OUT.json]
@@ -63,6 +63,7 @@ class Form:
             max_batch=1,
             max_step_tokens=512,
             pool_tokens=2048,
+            prefix_reuse=False,  # a prompt is answered again and again
             adaptive=self.kind == "adaptive",
             tree=self.tree,
         )
@@ -115,34 +116,34 @@ def measure(
     turns: int,
 ) -> list[dict[str, Any]]:
     """Every form's speed and what it comes to against plain decoding."""
-    ran: dict[str, int] = {}
-    engines: dict[str, Engine] = {}
+    engines = {
+        name: Engine(target, form.config, form.drafter())
+        for name, form in ({"plain": PLAIN} | forms).items()
+    }
     params = SamplingParams(max_new_tokens=tokens)
+    seconds, made = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+    for number, prompt in enumerate(prompts):
+        written: dict[str, int] = {}
 
-    def answer(name: str, form: Form) -> None:
-        engines[name] = Engine(target, form.config, form.drafter())
-        answers = engines[name].run(prompts, params)
-        ran[name] = sum(len(one.output) for one in answers)
+        def answer(name: str, prompt: Any = prompt, written: Any = written) -> None:
+            written[name] = len(engines[name].run([prompt], params)[0].output)
 
-    best = take_turns(
-        {
-            name: lambda name=name, form=form: answer(name, form)
-            for name, form in ({"plain": PLAIN} | forms).items()
-        },
-        turns,
-    )
+        calls = {name: lambda name=name, answer=answer: answer(name) for name in engines}
+        for name, best in take_turns(calls, turns, warm=number == 0).items():
+            seconds[name] += best
+            made[name] += written[name]
     found: list[dict[str, Any]] = []
-    for name, seconds in best.items():
-        metrics = engines[name].metrics
+    for name, engine in engines.items():
+        metrics = engine.metrics
         spent = {part: 1e3 * t / metrics.target_calls for part, t in metrics.seconds.items()}
         found.append(
             {
                 "drafts": name,
-                "tokens": ran[name],
-                "tokens_per_second": ran[name] / seconds,
+                "tokens": made[name],
+                "tokens_per_second": made[name] / seconds[name],
                 "tokens_per_target_call": metrics.tokens_per_target_call,
                 "ms_per_call": spent,
-                "ratio_to_plain": ran[name] / seconds * best["plain"] / ran["plain"],
+                "ratio_to_plain": made[name] / seconds[name] * seconds["plain"] / made["plain"],
             }
         )
     return found
