@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..models.lean import LeanRotary
 from ..models.shard import Group, leave_at_exit
 from .pages import KVPool
 
@@ -153,7 +154,8 @@ def held(things: list[Any], pools: list[KVPool]) -> RankMemory:
     left = list(things)
     while left:
         thing = left.pop()
-        if id(thing) in seen or isinstance(thing, KVPool):
+        # A rotary table is worked out, no weight; it grows with the positions that came up.
+        if id(thing) in seen or isinstance(thing, KVPool | LeanRotary):
             continue
         seen.add(id(thing))
         if isinstance(thing, DTensor):  # transformers' shares

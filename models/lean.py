@@ -228,11 +228,14 @@ class LeanRotary:
         """like [N, H], for its dtype and device; positions [N] int64 -> [N, D] each."""
         if not self.fixed or like.device.type != "cpu":
             return self._turned(like, positions)
-        longest = int(positions.max()) + 1
-        if self.table is None or len(self.table[0]) < longest or self.table[0].dtype != like.dtype:
-            self.table = self._turned(like, torch.arange(max(1024, 2 * longest)))
-        cos, sin = self.table
-        return cos[positions], sin[positions]
+        if self.table is None or self.table[0].dtype != like.dtype:
+            self.table = self._turned(like, torch.arange(1024))
+        try:
+            cos, sin = (each[positions] for each in self.table)
+        except IndexError:  # so that positions are looked at where one is beyond the table alone
+            self.table = self._turned(like, torch.arange(2 * int(positions.max()) + 2))
+            cos, sin = (each[positions] for each in self.table)
+        return cos, sin
 
     def _turned(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.rotary(like[None], positions[None])
