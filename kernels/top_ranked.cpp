@@ -1,7 +1,5 @@
 // The best of a row and their log-probabilities; see top_ranked.py.
 
-#include <vector>
-
 #include "numbers.h"
 
 namespace {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 extern "C" void build_trees(const int64_t* parents, int32_t* ancestry, int64_t* first,

@@ -7,6 +7,7 @@ the engine, the unrolled steps of training. Widths of keys and values may differ
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -37,10 +38,11 @@ class AttentionContext(Protocol):
         ...
 
 
-class OverPages:
+class OverPages(ABC):
     """A context whose keys lie in pages, which whole layers may read and write by themselves. (No
     protocol: asking whether an object keeps one takes as long as a norm.)"""
 
+    @abstractmethod
     def few_rows(self, layers: range, like: Tensor) -> PagedLayers | None:
         """The pages of these layers, where every sequence has few rows that see all before them;
         else None.
@@ -48,7 +50,6 @@ class OverPages:
         Args:
             like: [Hk, 1, D], a layer's keys and values in shape and dtype.
         """
-        raise NotImplementedError
 
 
 class PackedContext:

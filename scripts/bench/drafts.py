@@ -167,9 +167,9 @@ def main() -> int:
     config = TargetConfig(folder=asked.target)
     folder = prepare_folder(config)
     target, tokenizer = Target.load(config), load_tokenizer(folder)
-    head = None if asked.head is None else load_head(asked.head, target.fingerprint)
-    named = asked.drafts or ("ngram:4" if head is None else DRAFTS)
+    named = asked.drafts or ("ngram:4" if asked.head is None else DRAFTS)
     try:
+        head = None if asked.head is None else load_head(asked.head, target.fingerprint)
         forms = {words: form_of(words, head) for words in named.split(",")}
         sets = {
             name: load_prompts(name, limit=asked.limit, tokenizer=tokenizer, rows=asked.rows)
