@@ -67,8 +67,8 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Prompt look-up: what followed the latest earlier occurrence of the last n tokens. No model,
-    no keys.
+    """Prompt look-up: what followed the latest earlier occurrence of the last n tokens, and should
+    that reach the end of the text, the same again. No model, no keys.
 
     Args:
         longest: the n-gram tried first; shorter ones follow down to `shortest`.
@@ -91,7 +91,7 @@ class NgramDrafter:
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[Proposal]:
         """See `Drafter`; an empty chain where nothing matches."""
         return [
-            Proposal(self._lookup(sequence, count) if count else [])
+            Proposal(self.find(sequence, count) if count else [])
             for sequence, count in zip(sequences, counts, strict=True)
         ]
 
@@ -102,7 +102,9 @@ class NgramDrafter:
         """Drop the sequence's table."""
         self._seen.pop(sequence, None)
 
-    def _lookup(self, sequence: Sequence, count: int) -> list[int]:
+    def find(self, sequence: Sequence, count: int, shortest: int = 1) -> list[int]:
+        """`count` tokens that followed the last n, where the text ends before again from their
+        first; none where no n >= `shortest` occurred."""
         tokens = sequence.tokens
         done, table = self._seen.get(sequence, (0, {}))
         # Grams that end before the last token, so that the last one cannot find itself.
@@ -112,8 +114,10 @@ class NgramDrafter:
                     table[tuple(tokens[end - size : end])] = end
         self._seen[sequence] = (len(tokens), table)
         for size in self.sizes:
-            if size < len(tokens):
+            if shortest <= size < len(tokens):
                 follow = table.get(tuple(tokens[-size:]))
                 if follow is not None:
-                    return tokens[follow : follow + count]
+                    # What ends the text repeats itself, maybe a single token.
+                    period = len(tokens) - follow
+                    return [tokens[follow + step % period] for step in range(count)]
         return []

@@ -47,12 +47,17 @@ class TreeConfig:
     """Children of a node; of a dynamic tree also the nodes of a level that get children."""
     nodes: int = 16
     """Of a dynamic tree: the best so many nodes are verified."""
+    lookup: int = 8
+    """Drafters `ngram+…`: a branch of so many tokens that look-up finds stands beside the tree; 0
+    has look-up draft in the model's place, as without trees."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= 32:
             raise ValueError(f"engine.tree.top_k {self.top_k}: choose 1 to 32")
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"engine.tree.nodes {self.nodes}: choose 1 to {MOST_NODES}")
+        if not 0 <= self.lookup <= 32:
+            raise ValueError(f"engine.tree.lookup {self.lookup}: choose 0 to 32")
 
     def children(self, depth: int) -> dict[Path, int]:
         """A static tree of at most `depth` levels: how many children each inner node has.
@@ -75,8 +80,8 @@ class TreeConfig:
         if self.kind == "none" or depth == 0:
             return depth
         if self.kind == "static":
-            return sum(self.children(depth).values())
-        return max(self.nodes, self.top_k * (depth - 1))
+            return sum(self.children(depth).values()) + self.lookup
+        return max(self.nodes + self.lookup, self.top_k * (depth - 1))
 
 
 @cache
@@ -92,6 +97,29 @@ def _children(shape: str, top_k: int, depth: int) -> dict[Path, int]:
         wide = range(top_k if shape == "full" else 1)
         level = [(*path, rank) for path in level for rank in wide]
     return found
+
+
+def grafted(
+    tokens: list[int], parents: list[int] | None, branch: list[int]
+) -> tuple[list[int], list[int]]:
+    """A tree (parents None: a chain) and a path from its root in one: what they begin with alike is
+    there once, the rest of the path comes behind all other nodes.
+
+    Returns:
+        (tokens, parents) of the whole.
+    """
+    tokens = list(tokens)
+    parents = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+    known = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
+    last = -1
+    for token in branch:
+        node = known.get((last, token), -1)
+        if node < 0:
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(last)
+        last = node
+    return tokens, parents
 
 
 def depths_of(parents: list[int]) -> list[int]:

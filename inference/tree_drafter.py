@@ -128,7 +128,7 @@ class TreeHeadDrafter(HeadDrafter):
             tree, sequence = trees[index], sequences[index]
             leaves, tree.leaves = tree.leaves, []
             for leaf, width in zip(leaves, wide, strict=True):
-                if self._draws(sequence):
+                if self.draws(sequence):
                     wide = torch.promote_types(logits.dtype, torch.float32)
                     law = probabilities(logits[leaf.row][None].to(wide), sequence.params)[0]
                     tree.laws.append(law)
@@ -147,8 +147,8 @@ class TreeHeadDrafter(HeadDrafter):
             if level + 1 == depths[index]:
                 tree.leaves = []
 
-    def _draws(self, sequence: Sequence) -> bool:
-        """Whether children are drawn, not chosen."""
+    def draws(self, sequence: Sequence) -> bool:
+        """Whether a request's children are drawn, not chosen."""
         return self.tree.kind == "static" and sequence.params.draws_drafts
 
     def _widths(self, tree: _Tree, depth: int) -> list[int]:

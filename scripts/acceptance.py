@@ -80,17 +80,17 @@ def drafter(
 
     Args:
         loaded: the head that `head` (or its kind) drafts with, and whose beginning `untrained`
-            rebuilds. lm: what `draft-lm` drafts with. tree: what heads draft; the others draft
-            chains. ngram: when look-up drafts before either (`ngram+…`).
+            rebuilds. lm: what `draft-lm` drafts with. tree: what heads draft, and look-up beside
+            them; the others draft chains. ngram: when look-up drafts before either (`ngram+…`).
     """
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
     if name.startswith("ngram+"):
-        model = drafter(name.removeprefix("ngram+"), loaded, target, lm)
+        model = drafter(name.removeprefix("ngram+"), loaded, target, lm, tree)
         assert model is not None
-        return HybridDrafter(ngram or NgramConfig(), model, name)
+        return HybridDrafter(ngram or NgramConfig(), model, tree, name)
     if name == "draft-lm":
         assert lm is not None
         return DraftLMDrafter(lm)

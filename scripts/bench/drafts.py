@@ -7,10 +7,10 @@ the whole request, prompt and all. Engines are made before.
     python -m draftsmith.scripts.bench.drafts [--head FOLDER] [--prompts humaneval,mt_bench] \
         [--drafts ngram:4,chain:1,full:2:3,dynamic:3:4:7,…] [OUT.json]
 
-    ngram:K      look-up                     chain:K     a head's chains of K
-    hybrid:K     look-up, else the head      comb:K:C, full:K:C   a head's static trees of K levels,
-    adaptive:K   a head's chains, up to K                C children a node
-                                             dynamic:K:C:N        of the best N nodes
+    ngram:K      look-up                 comb:K:C, full:K:C   a head's static trees of K levels,
+    chain:K      a head's chains of K                         C children a node
+    adaptive:K   up to K                 dynamic:K:C:N        of the best N nodes
+    ngram+…      any of a head's: look-up in the place of chains, or beside trees
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...models.heads.checkpoint import LoadedHead
 from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
 from ._passes import take_turns
 
-DRAFTS = "ngram:4,chain:1,chain:2,hybrid:3,full:2:3,dynamic:2:4:7,dynamic:3:4:7"
+DRAFTS = "ngram:4,chain:1,chain:2,ngram+chain:3,full:2:3,dynamic:3:4:7,ngram+dynamic:2:4:7"
 """Of these, what needs a head is left out where there is none."""
 
 
@@ -47,13 +47,14 @@ class Form:
 
     Attributes:
         kind, levels: see the module's table. tree: of a tree, else chains. head: what drafts
-            beside look-up.
+            beside look-up. lookup: whether look-up drafts with the head.
     """
 
     kind: str
     levels: int
     tree: TreeConfig
     head: LoadedHead | None
+    lookup: bool = False
 
     @property
     def config(self) -> EngineConfig:
@@ -73,10 +74,9 @@ class Form:
         if self.kind == "ngram" or self.head is None:
             return NgramDrafter() if self.levels else None
         head, ids = self.head.head, self.head.draft_ids
-        if self.tree.kind != "none":
-            return TreeHeadDrafter(head, ids, self.tree)
-        chains = HeadDrafter(head, ids)
-        return HybridDrafter(NgramConfig(), chains) if self.kind == "hybrid" else chains
+        trees = self.tree.kind != "none"
+        model = TreeHeadDrafter(head, ids, self.tree) if trees else HeadDrafter(head, ids)
+        return HybridDrafter(NgramConfig(), model, self.tree) if self.lookup else model
 
 
 PLAIN = Form("plain", 0, TreeConfig(), None)
@@ -88,11 +88,14 @@ def form_of(words: str, head: LoadedHead | None) -> Form:
     Raises:
         ValueError: there is no such form, or it needs a head and there is none.
     """
-    kind, *given = words.split(":")
+    lookup = words.startswith("ngram+")
+    kind, *given = words.removeprefix("ngram+").split(":")
     numbers = [int(number) for number in given if number.isdecimal()]
     tree = TreeConfig()
     match kind, numbers:
-        case (("ngram" | "chain" | "hybrid" | "adaptive"), [levels]):
+        case "ngram", [levels] if not lookup:
+            pass
+        case (("chain" | "adaptive"), [levels]):
             pass
         case (("comb" | "full"), [levels, top_k]):
             shape: Literal["comb", "full"] = "comb" if kind == "comb" else "full"
@@ -105,7 +108,7 @@ def form_of(words: str, head: LoadedHead | None) -> Form:
         raise ValueError(f"{words} is no form of drafts: write as in {DRAFTS}")
     if head is None and kind != "ngram":
         raise ValueError(f"{words} needs a head: give --head FOLDER")
-    return Form(kind, levels, tree, head)
+    return Form(kind, levels, tree, head, lookup)
 
 
 def measure(

@@ -3,29 +3,37 @@ drafted follows what was kept."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from drafting import GREEDY, Answers, Script, ScriptedDrafter, answers_of
-from small_heads import PROMPTS, away_from_its_start
+from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
+from test_engine import TINY_HEADS, joint_law, tiny_target
 
 from draftsmith.inference.adaptive import AdaptiveLengths, FixedCosts, MeasuredCosts
 from draftsmith.inference.config import EngineConfig, SamplingParams
 from draftsmith.inference.draft_lm import DraftLM, DraftLMDrafter
-from draftsmith.inference.drafters import Drafter, Proposal
+from draftsmith.inference.drafters import Drafter, NgramDrafter, Proposal
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.head_drafter import HeadDrafter
 from draftsmith.inference.hybrid import HybridDrafter, NgramConfig
 from draftsmith.inference.sequence import Sequence
-from draftsmith.models.heads import HeadConfig
+from draftsmith.inference.tree import TreeConfig, grafted
+from draftsmith.inference.tree_drafter import TreeHeadDrafter
+from draftsmith.models.heads import HeadConfig, build_head
 from draftsmith.models.target import Target
 
 REPEATING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
 COSTS = FixedCosts(base=1.0, per_row=0.1, per_draft=0.05)
 
 
-def config(**changes: int | bool) -> EngineConfig:
+def config(**changes: Any) -> EngineConfig:
     """A small engine whose free pages are NaN."""
-    settings = {"pool_tokens": 1024, "page_size": 4, "poison": True, "max_batch": 3} | changes
-    return EngineConfig(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"pool_tokens": 1024, "page_size": 4, "poison": True, "max_batch": 3}
+    return EngineConfig(**(settings | changes))
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +57,16 @@ def test_text_is_plain_decodings(target: Target, answers: Answers, name: str, ad
     drafter = HybridDrafter(NgramConfig(min_match=1), model_of(name, target))
     served = {"lookup": 0, "model": 0}
     for who in served:
-        part = getattr(drafter, who)
+        part, name_of_call = getattr(drafter, who), "find" if who == "lookup" else "propose"
+        call = getattr(part, name_of_call)
 
-        def counted(sequences, counts, propose=part.propose, who=who):
-            found = propose(sequences, counts)
-            served[who] += sum(bool(one.tokens) for one in found)
+        def counted(*given, call=call, who=who):
+            found = call(*given)
+            drafted = [found] if who == "lookup" else [one.tokens for one in found]
+            served[who] += sum(map(bool, drafted))
             return found
 
-        part.propose = counted
+        setattr(part, name_of_call, counted)
     engine = Engine(target, config(adaptive=adaptive), drafter)
     results = engine.run([list(prompt) for prompt in answers], GREEDY)
     assert [one.output for one in results] == list(answers.values())
@@ -78,6 +88,149 @@ def test_look_up_drafts_only_where_enough_tokens_match(target: Target):
     assert (first.tokens, first.law) == ([9, 5, 6], None)
     assert len(second.tokens) == 3 and second.law is not None
     assert drafter.propose([matching], [0]) == [Proposal([])]
+
+
+TREES = {
+    "static": TreeConfig("static", "comb", top_k=2, lookup=5),
+    "dynamic": TreeConfig("dynamic", top_k=2, nodes=5, lookup=5),
+}
+
+
+def beside(name: str, tree: TreeConfig, target: Target) -> HybridDrafter:
+    """Look-up's branch beside a head's trees, or a draft LM's chains."""
+    if name == "draft-lm":
+        return HybridDrafter(NgramConfig(), model_of(name, target), tree)
+    head = away_from_its_start(HEAD_CONFIGS[name], target)
+    return HybridDrafter(NgramConfig(), TreeHeadDrafter(head, None, tree), tree)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "medusa", "draft-lm"])
+def test_a_branch_beside_a_tree_changes_no_text(
+    target: Target, answers: Answers, name: str, shape: str, page_size: int
+):
+    """Of bad heads and a good draft LM, greedy; branches go deeper than the model's levels, and a
+    pool with room for one request at a time is enough."""
+    tree = TREES[shape]
+    for pool in (1024, max(map(len, answers)) + 20 + config(tree=tree).step_slots + page_size):
+        settings = config(tree=tree, draft_tokens=2, page_size=page_size, pool_tokens=pool)
+        engine = Engine(target, settings, beside(name, tree, target))
+        results = engine.run([list(prompt) for prompt in answers], GREEDY)
+        assert [one.output for one in results] == list(answers.values())
+        allocator = engine.scheduler.allocator
+        assert allocator.num_free == allocator.num_pages
+        assert len(engine.metrics.drafted_per_position) == 5
+
+
+def test_a_branch_is_kept_further_than_the_head_sees(target: Target):
+    """An answer that repeats itself: five looked-up tokens and the target's own in a step, though
+    the head's tree has two levels."""
+    tree = TREES["dynamic"]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, logit_bias=((5, 1e4),))
+    engine = Engine(target, config(tree=tree, draft_tokens=2), beside("mtp", tree, target))
+    (sequence,) = engine.run([PROMPTS[1]], params)
+    assert sequence.output == [5] * 24
+    assert max(sequence.tokens_per_step) == 6
+    assert engine.metrics.accepted_per_position[4] > 0
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_drawn_drafts_stand_alone(target: Target, shape: str):
+    """A dynamic tree's nodes are chosen and take a branch at every temperature; drawn ones of a
+    static tree have a law, and look-up stands in their place where its match is long."""
+    tree = TREES[shape]
+    drafter = beside("mtp", tree, target)
+    engine = Engine(target, config(tree=tree), drafter)
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, ignore_eos=True)
+    matching, other = engine.add(REPEATING, params), engine.add([5, 6, 7, 8, 9, 7], params)
+    while not (matching.decoding and other.decoding):
+        engine.step()
+    matching.tokens[-4:], other.tokens[-2:] = [5, 6, 7, 8], [7, 8]
+    first, second = drafter.propose([matching, other], [2, 2])
+    if shape == "static":
+        assert first == Proposal([9, 5])
+        assert second.law is not None and len(second.tokens) == 4
+    else:
+        assert first.law is second.law is None
+        for proposal, branch in ((first, [9, 5, 6, 7, 8]), (second, [9, 7])):
+            parents, place = proposal.parents, -1
+            assert parents is not None
+            for token in branch:
+                place = next(
+                    node
+                    for node, above in enumerate(parents)
+                    if above == place and proposal.tokens[node] == token
+                )
+    assert drafter.propose([matching], [0]) == [Proposal([])]
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_coupled_answers_with_a_branch(target: Target, shape: str):
+    """What plain decoding draws for the same seed."""
+    tree = TREES[shape]
+    params = SamplingParams(12, temperature=0.8, seed=4, ignore_eos=True, coupled=True)
+    prompts = [*PROMPTS[:2], REPEATING]
+    plain = Engine(target, config(draft_tokens=0)).run(prompts, params)
+    engine = Engine(target, config(tree=tree), beside("mtp", tree, target))
+    assert [one.output for one in engine.run(prompts, params)] == [one.output for one in plain]
+
+
+def test_sampled_answers_with_a_branch_have_the_targets_law(
+    tiny_llama_folder: Callable[..., Path],
+):
+    """Chi-square of three tokens jointly over 2,000 answers to a prompt that repeats itself."""
+    target = tiny_target(tiny_llama_folder)
+    tree = TreeConfig("dynamic", top_k=2, nodes=3, lookup=3)
+    chosen, ids = TINY_HEADS["reduced eagle3"]
+    head = build_head(chosen, target.folder, 1.0, draft_ids=ids).double()
+    drafter = HybridDrafter(NgramConfig(), TreeHeadDrafter(head, ids, tree), tree)
+    count, prompt = 2000, [3, 1, 4, 1, 3, 1]
+    settings = EngineConfig(
+        draft_tokens=2, max_batch=500, pool_tokens=1 << 14, max_step_tokens=4000, tree=tree
+    )
+    engine = Engine(target, settings, drafter)
+    sequences = [
+        engine.add(prompt, SamplingParams(5, temperature=0.8, seed=index, ignore_eos=True))
+        for index in range(count)
+    ]
+    while not engine.scheduler.idle:
+        engine.step()
+    seen = torch.zeros(5, 5, 5, dtype=torch.float64)
+    for sequence in sequences:
+        a, b, c = sequence.output[:3]
+        seen[a, b, c] += 1
+    expected = joint_law(target, prompt, 0.8) * count
+    likely = expected > 5
+    chi2 = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
+    freedom = int(likely.sum()) - 1
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
+    assert len(engine.metrics.drafted_per_position) == 3  # one level more than the head's
+
+
+def test_look_up_goes_on_where_the_text_ends():
+    """The latest occurrence of the longest match; what repeats itself up to the end of the text is
+    said again."""
+    lookup = NgramDrafter(longest=3)
+
+    def found(text: list[int], count: int, shortest: int = 1) -> list[int]:
+        return lookup.find(Sequence.create("a", text, SamplingParams()), count, shortest)
+
+    assert found([1, 2, 3, 4, 9, 3, 4, 5, 6, 3, 4], 3) == [5, 6, 3]
+    assert found([1, 2, 3, 4, 9, 8, 4, 5, 2, 3, 4], 2) == [9, 8]
+    assert found([7, 5, 5], 4) == [5, 5, 5, 5]
+    assert found([1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
+    assert found([1, 2, 3], 4) == found([1, 2, 1], 4, shortest=2) == []
+
+
+def test_a_path_is_grafted_once():
+    """Onto a tree, a chain and nothing: common beginnings are shared, parents come first."""
+    tree = [7, 8, 9, 7], [-1, -1, 0, 1]
+    assert grafted(*tree, [7, 9, 4, 4]) == ([7, 8, 9, 7, 4, 4], [-1, -1, 0, 1, 2, 4])
+    assert grafted(*tree, [8, 7]) == tree
+    assert grafted([1, 2], None, [1, 3]) == ([1, 2, 3], [-1, 0, 0])
+    assert grafted([], None, [6, 6]) == ([6, 6], [-1, 0])
+    assert tree == ([7, 8, 9, 7], [-1, -1, 0, 1])
 
 
 def test_a_bad_match_length_is_refused():

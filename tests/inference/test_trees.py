@@ -280,14 +280,16 @@ def test_each_row_is_judged_by_its_own_law(ids: list[int] | None):
 
 
 def test_shapes():
-    """The published 25 paths, the comb and the full tree, cut at a depth."""
+    """The published 25 paths, the comb and the full tree, cut at a depth; room for look-up's branch
+    beside the nodes that are verified, not beside those that the head runs on the way."""
     assert sum(TreeConfig("static").children(5).values()) == 25
     assert sum(TreeConfig("static").children(2).values()) == 12
     comb = TreeConfig("static", "comb", top_k=3)
-    assert comb.children(3) == {(): 3, (0,): 3, (0, 0): 3} and comb.slots(3) == 9
+    assert comb.children(3) == {(): 3, (0,): 3, (0, 0): 3} and comb.slots(3) == 9 + 8
     full = TreeConfig("static", "full", top_k=2)
-    assert full.slots(3) == 14 and len(full.children(3)) == 7
-    assert TreeConfig("dynamic", top_k=10, nodes=59).slots(6) == 59
+    assert full.slots(3) == 14 + 8 and len(full.children(3)) == 7
+    assert TreeConfig("dynamic", top_k=10, nodes=59).slots(6) == 59 + 8
+    assert TreeConfig("dynamic", top_k=10, nodes=59, lookup=0).slots(6) == 59
     assert TreeConfig("dynamic", top_k=10, nodes=20).slots(6) == 50
     assert config(TreeConfig()).step_slots == 3
 
@@ -300,6 +302,8 @@ def test_what_is_refused(target: Target):
         TreeConfig(nodes=0)
     with pytest.raises(ValueError, match="engine.tree.top_k 99"):
         TreeConfig(top_k=99)
+    with pytest.raises(ValueError, match="engine.tree.lookup 33: choose 0 to 32"):
+        TreeConfig(lookup=33)
     modules = away_from_its_start(HEAD_CONFIGS["mtp of 3 modules"], target)
     with pytest.raises(ValueError, match="3 modules .* engine.tree.kind=none"):
         TreeHeadDrafter(modules, None, SHAPES["dynamic"])
