@@ -137,8 +137,7 @@ class Batch:
     def with_many(self) -> list[int]:
         """The sequences of more rows than `few_rows` takes."""
         pairs = enumerate(itertools.pairwise(self.starts))
-        most = few_rows.most_rows(self.trees is not None)
-        return [index for index, (first, end) in pairs if end - first > most]
+        return [index for index, (first, end) in pairs if end - first > few_rows.MOST]
 
     @property
     def has_few(self) -> bool:

@@ -7,7 +7,7 @@ In a pass of few rows the steps beside the products are short, and calling them 
 much as they do. Here one team of threads goes through all of it; each step is the very function
 that the op beside it runs (`packed_linear`, `few_rows`, `rotary`, `rms_norm`, `kv_append`), so the
 result is bit for bit that of the ops called in turn, which is the definition (`models.lean`). For
-bfloat16 where the products have their own form; sequences have at most `few_rows.most_rows` rows.
+bfloat16 where the products have their own form; sequences have at most `few_rows.MOST` rows.
 
 In a pass of many rows all but the attention is a row's own. There (`DecoderPass.between`) each
 thread takes blocks of rows from one attention to the next, through all steps while they lie in its
@@ -148,7 +148,7 @@ class DecoderPass:
         read = None if read is None else read.contiguous()
         assert x.dtype == cos.dtype == sin.dtype == torch.bfloat16
         assert cos.stride(1) == sin.stride(1) == 1
-        assert rows.most_rows <= few_rows.most_rows(rows.tree is not None)
+        assert rows.most_rows <= few_rows.MOST
         keys, values, width = pages.keys[0], pages.values[0], weights.qkv.out_features
         assert keys.dtype == torch.bfloat16 and pages.slots.dtype == torch.int64
         assert pages.slots.is_contiguous()

@@ -4,7 +4,7 @@ whole batch in one call.
 The function is that of `causal_attention` for every sequence, or of `tree_attention` where its last
 keys are a drafted tree, read through its page table as in `paged_attention`; scores, softmax and
 sums are float32 (float64 for float64 tensors) and rounded once. A loop over the sequences in Python
-costs more than the arithmetic. Sequences of more rows than `most_rows` are left to matrix products.
+costs more than the arithmetic. Sequences of more than `MOST` rows are left to matrix products.
 There is no plain form: the definition is `paged_attention_reference`, and a machine without a
 compiler loops.
 """
@@ -18,10 +18,9 @@ from torch import Tensor
 from .native import POINTER, SMALL, TYPES, Native
 from .paged_rows import PagedRows
 
-MOST = 16
-"""Rows of a sequence that one call takes."""
-MOST_OF_TREE = 64
-"""The same where they are a tree's."""
+MOST = 64
+"""Rows of a sequence that one call takes: up to so many it beats matrix products, or equals them in
+a long context."""
 
 
 class Shape(ctypes.Structure):
@@ -48,11 +47,6 @@ def serves(like: Tensor) -> bool:
     return _NATIVE.serves(like)
 
 
-def most_rows(trees: bool) -> int:
-    """Rows of a sequence up to which one call takes it."""
-    return MOST_OF_TREE if trees else MOST
-
-
 def few_rows_attention(
     q: Tensor,
     keys: Tensor,
@@ -63,7 +57,7 @@ def few_rows_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of all sequences with at most `most_rows` rows.
+    """Attention of all sequences with at most `MOST` rows.
 
     Args:
         q: [Hq, N, D], keys: [Hk, S, D], values: [Hk, S, Dv], one dtype, unit stride in the last
@@ -121,7 +115,7 @@ def shape_of(
         scaling,
         softcap or 0.0,
         window or 0,
-        most_rows(tree is not None),
+        MOST,
         None if tree is None else tree.ancestry.data_ptr(),
         None if tree is None else tree.columns.data_ptr(),
         0 if tree is None else tree.ancestry.shape[1],
