@@ -119,10 +119,15 @@ class Batch:
         )
         return first, second
 
-    @property
+    @cached_property
+    def borders(self) -> Tensor:
+        """[B+1] `starts`, on the device."""
+        return upload(self.starts, self.tokens.device)
+
+    @cached_property
     def last_rows(self) -> Tensor:
         """[B] index of each sequence's last row."""
-        return upload(self.starts[1:], self.tokens.device) - 1
+        return self.borders[1:] - 1
 
     @cached_property
     def reads(self) -> list[slice | Tensor]:
@@ -157,7 +162,7 @@ class Batch:
         device = self.tokens.device
         most = max(end - first for first, end in itertools.pairwise(self.starts))
         return PagedRows(
-            upload(self.starts, device),
+            self.borders,
             upload(self.lengths, device),
             upload(tables, device, torch.int32),
             size,
@@ -205,6 +210,9 @@ class BatchTrees:
 
     def drafted(self, starts: list[int], positions: Tensor) -> DraftedRows:
         """The same for paged attention: [N, C] and [B]."""
+        columns = upload(self.columns, positions.device)
+        if len(self.columns) == 1:
+            return DraftedRows(self.ancestry(0, starts[1]).contiguous(), columns, positions)
         borders = list(itertools.pairwise(starts))
         trees = [index for index, (first, end) in enumerate(borders) for _ in range(first, end)]
         rows = [
@@ -213,7 +221,6 @@ class BatchTrees:
             for row in range(end - first)
         ]
         place = upload([trees, rows], positions.device)
-        columns = upload(self.columns, positions.device)
         return DraftedRows(self.tables.ancestry[place[0], place[1]], columns, positions)
 
 

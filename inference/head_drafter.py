@@ -91,9 +91,8 @@ class HeadDrafter:
     @torch.inference_mode()
     def observe(self, batch: Batch, states: dict[int, Tensor], next_tokens: list[int]) -> None:
         """Refill rows from true states: row p holds (h_p, x_{p+1}) in the target's own slots."""
-        device = batch.tokens.device
-        starts, following = upload(batch.starts, device), upload(next_tokens, device, torch.int64)
-        tokens = shift_insert(batch.tokens, starts, batch.last_rows, following)
+        following = upload(next_tokens, batch.tokens.device, torch.int64)
+        tokens = shift_insert(batch.tokens, batch.borders, batch.last_rows, following)
         out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
         before = {one: self._carried.get(one) for one in batch.sequences}
         for index, (sequence, row) in enumerate(
@@ -211,8 +210,7 @@ class HeadDrafter:
         self, batch: Batch, states: dict[int, Tensor], last_rows: Tensor, following: Tensor
     ) -> None:
         """See `RerunDrafter`."""
-        starts = upload(batch.starts, batch.tokens.device)
-        tokens = shift_insert(batch.tokens, starts, last_rows, following)
+        tokens = shift_insert(batch.tokens, batch.borders, last_rows, following)
         out = self._run(batch, tokens, self.function.feed(states, self.trunk), 0)
         drafted, recycled = out.drafted[last_rows], out.recycled[last_rows]
         for index, sequence in enumerate(batch.sequences):

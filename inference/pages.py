@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.kv_append import is_prefix
-from ..kernels.kv_move import compact_paths, copy_pages
+from ..kernels.kv_move import PoolTable, compact_paths, copy_pages
 from .prefix import PrefixCache
 from .upload import upload
 
@@ -159,6 +159,7 @@ class KVPool:
         self.poison = poison
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
+        self._closed: dict[int, PoolTable] = {}  # by how many layers are moved
         self.mirror: Callable[..., None] | None = None
         """Called with the name and arguments of whatever changes pages beside a forward call, where
         other ranks hold further heads of these layers (`parallel`)."""
@@ -220,7 +221,11 @@ class KVPool:
         """
         if self.mirror:
             self.mirror("close_up", tables, page_size, first, paths, num_layers)
-        held = self._held(num_layers)
+        held = self._closed.get(num_layers)
+        if held is None:
+            held = PoolTable(self._held(num_layers))
+            if all(keys is not None for keys in self.keys[:num_layers]):
+                self._closed[num_layers] = held
         if held:
             device = held[0].device
             pages = upload(_even(tables, 0), device, torch.int32)

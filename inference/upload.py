@@ -14,5 +14,8 @@ def upload(values: Any, device: torch.device | str, dtype: torch.dtype | None = 
     A copy from ordinary memory would wait until the device has done all that is queued; from pinned
     memory it is queued behind that, and the host goes on.
     """
-    pinned = torch.device(device).type == "cuda"
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    pinned = kind == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +108,24 @@ def compact_paths_reference(
     pool[:, slots[1]] = pool[:, slots[0]]
 
 
+class PoolTable(list[Tensor]):
+    """Pools that are moved in again and again: where they lie is written down for C++ once.
+
+    Args:
+        pools: see `compact_paths`.
+    """
+
+    @cached_property
+    def written(self) -> ctypes.Array[_Pool]:
+        """What C++ reads."""
+        return (_Pool * len(self))(*map(_described, self))
+
+
+def _described(pool: Tensor) -> tuple[int, ...]:
+    size, (head, slot, _) = pool.element_size(), pool.stride()
+    return pool.data_ptr(), pool.shape[0], head * size, slot * size, pool.shape[2] * size
+
+
 def compact_paths(
     pools: Sequence[Tensor], pages: Tensor, page_size: int, first: Tensor, path: Tensor
 ) -> None:
@@ -134,13 +153,7 @@ def _call(
     pools: Sequence[Tensor], pages: Tensor, page_size: int, first: Tensor, path: Tensor
 ) -> None:
     assert first.dtype == path.dtype == torch.int64
-    size = pools[0].element_size()
-    table = (_Pool * len(pools))(
-        *(
-            (p.data_ptr(), p.shape[0], p.stride(0) * size, p.stride(1) * size, p.shape[2] * size)
-            for p in pools
-        )
-    )
+    table = pools.written if isinstance(pools, PoolTable) else PoolTable(pools).written
     _NATIVE.functions.compact_paths(
         table,
         len(pools),

@@ -2,8 +2,9 @@
 
     out = [norm(a) ; norm(b)]       norm(x) = x / sqrt(mean(x^2) + eps) * w, or x without a norm
 
-In plain PyTorch the two norms are written and then copied by the concatenation; the fused form
-reads a and b once and writes out once. The derivative of each half is `rms_norm`'s.
+In plain PyTorch the two norms are written and then copied by the concatenation; the fused forms
+(on a CPU without a gradient, and on a GPU) read a and b once and write out once. The derivative of
+each half is `rms_norm`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .jit import Kernel, power_of_two, use_triton, warps_for
-from .rms_norm import norm_backward, rms_norm
+from .rms_norm import norm_backward, norm_into, rms_norm, served
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -53,9 +54,22 @@ def norm_concat(
             f"halves {list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype} do not fit: both must "
             "be [N, H] of one dtype"
         )
-    if not use_triton(a):
+    if use_triton(a):
+        return _NormConcat.apply(a, b, weight_a, weight_b, eps)
+    if torch.is_grad_enabled() or not all(
+        weight is None or served(x, weight) for x, weight in ((a, weight_a), (b, weight_b))
+    ):
         return norm_concat_reference(a, b, weight_a, weight_b, eps)
-    return _NormConcat.apply(a, b, weight_a, weight_b, eps)
+    out = a.new_empty(a.shape[0], 2 * a.shape[1])
+    for x, weight, half in (
+        (a, weight_a, out[:, : a.shape[1]]),
+        (b, weight_b, out[:, a.shape[1] :]),
+    ):
+        if weight is None:
+            half.copy_(x)
+        else:
+            norm_into(x, weight, eps, half)
+    return out
 
 
 class _NormConcat(torch.autograd.Function):

@@ -3,16 +3,16 @@
 #include "rows.h"
 
 template <class T>
-static void run(const T* x, int64_t stride, const T* weight, T* y, int64_t n, int64_t size,
-                double eps) {
+static void run(const T* x, int64_t stride, const T* weight, T* y, int64_t y_stride, int64_t n,
+                int64_t size, double eps) {
 #pragma omp parallel for schedule(static) if (n * size > 65536)
     for (int64_t row = 0; row < n; row++)
-        norm_row(x + row * stride, weight, y + row * size, size, eps);
+        norm_row(x + row * stride, weight, y + row * y_stride, size, eps);
 }
 
 extern "C" void rms_norm(int type, const void* x, int64_t stride, const void* weight, void* y,
-                         int64_t n, int64_t size, double eps) {
-#define CALL(T) run((const T*)x, stride, (const T*)weight, (T*)y, n, size, eps)
+                         int64_t y_stride, int64_t n, int64_t size, double eps) {
+#define CALL(T) run((const T*)x, stride, (const T*)weight, (T*)y, y_stride, n, size, eps)
     BY_TYPE(type, CALL)
 }
 

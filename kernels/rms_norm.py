@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NATIVE = Native(
     "rms_norm",
     {
-        "rms_norm": [SMALL, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, ctypes.c_double],
+        "rms_norm": [SMALL, POINTER, INTEGER, *[POINTER] * 2, *[INTEGER] * 3, ctypes.c_double],
         "rms_norm_backward": [SMALL, *[POINTER] * 5, INTEGER, INTEGER, ctypes.c_double, INTEGER],
     },
 )
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    own = _NATIVE.serves(x) and _NATIVE.serves(weight) and weight.dtype == x.dtype
+    own = served(x, weight)
     if own or use_triton(x):
         form = _native if own else _launch
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -114,20 +114,33 @@ def _backward_native(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tup
     return dx, parts.sum(0).to(weight.dtype)
 
 
-def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def served(x: Tensor, weight: Tensor) -> bool:
+    """Whether `norm_into` takes them."""
+    return _NATIVE.serves(x) and _NATIVE.serves(weight) and weight.dtype == x.dtype
+
+
+def norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """The C++ form into rows of a tensor that may be wider: x, out [N, H], out of unit stride in
+    the last dimension; no gradient."""
+    assert out.dtype == x.dtype and out.shape == x.shape and out.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
     _NATIVE.functions.rms_norm(
         TYPES[x.dtype],
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),
         out.data_ptr(),
+        out.stride(0),
         x.shape[0],
         x.shape[1],
         eps,
     )
+
+
+def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    norm_into(x, weight, eps, out)
     return out
 
 

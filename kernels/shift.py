@@ -114,7 +114,9 @@ def shift_insert(tokens: Tensor, starts: Tensor, last_rows: Tensor, next_tokens:
         [N], the dtype of `tokens`.
     """
     if not use_triton(tokens):
-        return shift_insert_reference(tokens, starts, last_rows, next_tokens)
+        out = tokens.roll(-1)  # a third of the definition's small calls
+        out[starts[1:].to(out.device) - 1] = 0
+        return insert_next(out, last_rows, next_tokens)
     out = torch.empty_like(tokens)
     if last_rows.shape[0]:
         shift_insert_kernel[(last_rows.shape[0],)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.kernels.norm_concat import norm_concat, norm_concat_reference
 from draftsmith.kernels.rms_norm import rms_norm, rms_norm_reference
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -53,3 +54,21 @@ def test_gradients_of_narrow_types(dtype: torch.dtype):
         assert got.dtype == dtype
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=8 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("normed", [(True, True), (True, False), (False, True), (False, False)])
+def test_two_halves_side_by_side(dtype: torch.dtype, normed: tuple[bool, bool]):
+    """Rows of other strides, either half without a norm: with and without a gradient bit for bit
+    the definition."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(7, 24, generator=generator).to(dtype)[:, k : k + 20] for k in (0, 3))
+    weights = [
+        torch.rand(20, generator=generator).to(dtype).requires_grad_() if one else None
+        for one in normed
+    ]
+    expected = norm_concat_reference(a, b, *weights, 1e-5)
+    assert torch.equal(norm_concat(a, b, *weights, 1e-5), expected)
+    with torch.no_grad():
+        out = norm_concat(a, b, *weights, 1e-5)
+    assert out.dtype == dtype and torch.equal(out, expected)

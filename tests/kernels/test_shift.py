@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.shift import insert_next, row_ends, shift_tokens, supervision
+from draftsmith.kernels.shift import (
+    insert_next,
+    row_ends,
+    shift_insert,
+    shift_insert_reference,
+    shift_tokens,
+    supervision,
+)
 
 STARTS = torch.tensor([0, 4, 5, 9])
 TOKENS = torch.tensor([10, 11, 12, 13, 20, 30, 31, 32, 33])
@@ -48,3 +55,16 @@ def test_the_last_row_of_each_sequence_takes_the_decided_token():
     shifted = shift_tokens(TOKENS, STARTS, 1)
     done = insert_next(shifted, torch.tensor([3, 4, 8]), torch.tensor([14, 21, 34]))
     assert done.tolist() == [11, 12, 13, 14, 21, 31, 32, 33, 34]
+
+
+@pytest.mark.parametrize("starts", [[0, 4], [0, 1, 2, 9], [0, 0, 3, 3, 7, 7]], ids=str)
+def test_a_shift_completed_equals_its_definition(starts: list[int]):
+    """Every place of a last true row, rows that hold nothing among others."""
+    borders = torch.tensor(starts)
+    tokens = torch.arange(10, 10 + starts[-1])
+    full = [index for index, size in enumerate(borders.diff().tolist()) if size]
+    for back in range(4):
+        last = torch.tensor([max(starts[i], starts[i + 1] - 1 - back) for i in full])
+        following = torch.arange(90, 90 + len(full))
+        given = tokens, borders, last, following
+        assert torch.equal(shift_insert(*given), shift_insert_reference(*given))
