@@ -10,7 +10,8 @@ the whole request, prompt and all. Engines are made before.
     ngram:K      look-up                 comb:K:C, full:K:C   a head's static trees of K levels,
     chain:K      a head's chains of K                         C children a node
     adaptive:K   up to K                 dynamic:K:C:N        of the best N nodes
-    ngram+…      any of a head's: look-up in the place of chains, or beside trees
+    ngram+…      any of a head's: look-up in the place of chains, or beside trees, there a branch of
+                 as many tokens as a last number says (8)
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from ...models.heads.checkpoint import LoadedHead
 from ...models.target import Target, TargetConfig, load_tokenizer, prepare_folder
 from ._passes import take_turns
 
-DRAFTS = "ngram:4,chain:1,chain:2,ngram+chain:3,full:2:3,dynamic:3:4:7,ngram+dynamic:2:4:7"
+DRAFTS = (
+    "ngram:4,chain:1,chain:2,ngram+chain:3,full:2:3,dynamic:2:4:7,dynamic:3:4:7,"
+    "ngram+dynamic:2:5:9:6,ngram+dynamic:3:5:9:6"
+)
 """Of these, what needs a head is left out where there is none."""
 
 
@@ -97,11 +101,11 @@ def form_of(words: str, head: LoadedHead | None) -> Form:
             pass
         case (("chain" | "adaptive"), [levels]):
             pass
-        case (("comb" | "full"), [levels, top_k]):
+        case (("comb" | "full"), [levels, top_k, *branch]) if len(branch) <= lookup:
             shape: Literal["comb", "full"] = "comb" if kind == "comb" else "full"
-            tree = TreeConfig("static", shape, top_k)
-        case "dynamic", [levels, top_k, nodes]:
-            tree = TreeConfig("dynamic", top_k=top_k, nodes=nodes)
+            tree = TreeConfig("static", shape, top_k, lookup=[8, *branch][-1])
+        case "dynamic", [levels, top_k, nodes, *branch] if len(branch) <= lookup:
+            tree = TreeConfig("dynamic", top_k=top_k, nodes=nodes, lookup=[8, *branch][-1])
         case _:
             levels = 0
     if levels < 1 or len(numbers) < len(given):
@@ -188,7 +192,7 @@ def main() -> int:
         for line in lines:
             parts = ", ".join(f"{part} {ms:.1f}" for part, ms in line["ms_per_call"].items())
             print(
-                f"  {line['drafts']:<16}{line['ratio_to_plain']:>6.2f}x"
+                f"  {line['drafts']:<23}{line['ratio_to_plain']:>6.2f}x"
                 f"{line['tokens_per_second']:>8.1f} tok/s"
                 f"{line['tokens_per_target_call']:>7.2f} a call   ms a call: {parts}",
                 flush=True,

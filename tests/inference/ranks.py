@@ -30,6 +30,7 @@ from draftsmith.inference.drafters import Drafter, Proposal
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.follower import Follower
 from draftsmith.inference.head_drafter import HeadDrafter
+from draftsmith.inference.hybrid import HybridDrafter, NgramConfig
 from draftsmith.inference.line import held
 from draftsmith.inference.pages import KVPool
 from draftsmith.inference.parallel import Load, SharedTarget, joined
@@ -82,7 +83,8 @@ def drafter(case: dict[str, Any], target: Target) -> Drafter | None:
     torch.manual_seed(0)
     head = away_from_its_start(HEAD_CONFIGS[kind], target, ids)
     if "tree" in case:
-        return HintedTrees(head, TREES[case["tree"]], target)
+        trees = HintedTrees(head, TREES[case["tree"]], target)
+        return HybridDrafter(NgramConfig(), trees, trees.tree) if case.get("look-up") else trees
     return HeadDrafter(head, ids)
 
 

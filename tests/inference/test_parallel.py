@@ -35,6 +35,7 @@ CASES = (
     "another family",
     "dynamic trees",
     "static trees",
+    "look-up beside trees",
 )
 
 
@@ -54,6 +55,7 @@ def found(
         {"name": CASES[5], "target": str(_olmo(out / "olmo")), "drafter": "mtp"},
         {"name": CASES[6], "target": odd, "drafter": "eagle3", "tree": "dynamic"},
         {"name": CASES[7], "target": even, "drafter": "mtp", "tree": "static"},
+        {"name": CASES[8], "target": odd, "drafter": "mtp", "tree": "dynamic", "look-up": True},
     ]
     one_head = str(tiny_llama_folder(num_key_value_heads=1))
     told = json.dumps({"out": str(out), "cases": cases, "one_head": one_head})

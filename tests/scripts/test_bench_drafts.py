@@ -25,6 +25,11 @@ def test_look_up_needs_no_head():
         ("ngram:four", "no form"),
         ("full:2", "no form"),
         ("published:4", "no form"),
+        ("dynamic:3:4:7:6", "no form"),
+        ("ngram+ngram:4", "no form"),
+        ("ngram+full:2:3", "needs a head"),
+        ("ngram+dynamic:2:5:9:6", "needs a head"),
+        ("ngram+dynamic:2:5:9:6:1", "no form"),
     ],
 )
 def test_what_is_no_form_is_told(words: str, said: str):
