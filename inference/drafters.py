@@ -26,12 +26,14 @@ class Proposal:
     not drawn; of a tree it has one row for every node with children, the root first.
 
     `parents` is None for a chain; else parents[i] < i is the node that node i follows, -1 the root,
-    which is the sequence's newest token. Siblings stand in the order in which they are tried.
+    which is the sequence's newest token. Siblings stand in the order in which they are tried. `cut`
+    says that a path was made shorter for the limit of the answer.
     """
 
     tokens: list[int]
     law: DraftLaw | None = None
     parents: list[int] | None = None
+    cut: bool = False
 
 
 class Drafter(Protocol):

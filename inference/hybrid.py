@@ -99,7 +99,7 @@ class HybridDrafter:
                 branch = self.lookup.find(sequences[index], most)
                 if branch:
                     whole = grafted(proposal.tokens, proposal.parents, branch)
-                    proposal = Proposal(whole[0], None, whole[1])
+                    proposal = Proposal(whole[0], None, whole[1], cut=most < self.tree.lookup)
             proposals[index] = proposal
         return proposals
 

@@ -166,7 +166,7 @@ class Synchronous:
             )
             sequence.num_computed += len(kept) + 1
             sequence.tokens_per_step.append(len(emitted))
-            cut = len(emitted) <= len(kept) or counts[index] < wanted[index]
+            cut = len(emitted) <= len(kept) or counts[index] < wanted[index] or proposals[index].cut
             parents = proposals[index].parents
             depth = len(drafts) if parents is None else max(depths_of(parents), default=0)
             self.metrics.record(context, len(drafts), len(kept), len(emitted), cut, depth)
