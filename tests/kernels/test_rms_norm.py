@@ -63,12 +63,12 @@ def test_two_halves_side_by_side(dtype: torch.dtype, normed: tuple[bool, bool]):
     the definition."""
     generator = torch.Generator().manual_seed(2)
     a, b = (torch.randn(7, 24, generator=generator).to(dtype)[:, k : k + 20] for k in (0, 3))
-    weights = [
+    left, right = (
         torch.rand(20, generator=generator).to(dtype).requires_grad_() if one else None
         for one in normed
-    ]
-    expected = norm_concat_reference(a, b, *weights, 1e-5)
-    assert torch.equal(norm_concat(a, b, *weights, 1e-5), expected)
+    )
+    expected = norm_concat_reference(a, b, left, right, 1e-5)
+    assert torch.equal(norm_concat(a, b, left, right, 1e-5), expected)
     with torch.no_grad():
-        out = norm_concat(a, b, *weights, 1e-5)
+        out = norm_concat(a, b, left, right, 1e-5)
     assert out.dtype == dtype and torch.equal(out, expected)
