@@ -91,6 +91,8 @@ class HybridDrafter:
                 proposals[index] = Proposal(alone)
             else:
                 left.append(index)
+        if not left:
+            return proposals
         drafted = self.model.propose([sequences[i] for i in left], [counts[i] for i in left])
         for index, proposal in zip(left, drafted, strict=True):
             if index in beside and proposal.law is None:

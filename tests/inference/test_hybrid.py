@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drafting import GREEDY, Answers, Script, ScriptedDrafter, answers_of
 from small_heads import HEAD_CONFIGS, PROMPTS, away_from_its_start
-from test_engine import TINY_HEADS, joint_law, tiny_target
+from test_engine import TINY_HEADS, tiny_target
+from test_trees import has_the_law
 
 from draftsmith.inference.adaptive import AdaptiveLengths, FixedCosts, MeasuredCosts
 from draftsmith.inference.config import EngineConfig, SamplingParams
@@ -192,21 +192,7 @@ def test_sampled_answers_with_a_branch_have_the_targets_law(
         draft_tokens=2, max_batch=500, pool_tokens=1 << 14, max_step_tokens=4000, tree=tree
     )
     engine = Engine(target, settings, drafter)
-    sequences = [
-        engine.add(prompt, SamplingParams(5, temperature=0.8, seed=index, ignore_eos=True))
-        for index in range(count)
-    ]
-    while not engine.scheduler.idle:
-        engine.step()
-    seen = torch.zeros(5, 5, 5, dtype=torch.float64)
-    for sequence in sequences:
-        a, b, c = sequence.output[:3]
-        seen[a, b, c] += 1
-    expected = joint_law(target, prompt, 0.8) * count
-    likely = expected > 5
-    chi2 = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
-    freedom = int(likely.sum()) - 1
-    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
+    has_the_law(engine, target, prompt, count, 5)
     assert len(engine.metrics.drafted_per_position) == 3  # one level more than the head's
 
 

@@ -194,6 +194,25 @@ def test_a_sampled_text_does_not_depend_on_its_batch(target: Target, shape: str,
         assert together == [texts([index])[0] for index in range(5)]
 
 
+def has_the_law(engine: Engine, target: Target, prompt: list[int], count: int, limit: int) -> None:
+    """Chi-square of the first three of `limit` tokens jointly, over `count` answers at T = 0.8."""
+    sequences = [
+        engine.add(prompt, SamplingParams(limit, temperature=0.8, seed=index, ignore_eos=True))
+        for index in range(count)
+    ]
+    while not engine.scheduler.idle:
+        engine.step()
+    seen = torch.zeros(5, 5, 5, dtype=torch.float64)
+    for sequence in sequences:
+        a, b, c = sequence.output[:3]
+        seen[a, b, c] += 1
+    expected = joint_law(target, prompt, 0.8) * count
+    likely = expected > 5
+    chi2 = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
+    freedom = int(likely.sum()) - 1
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
+
+
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
@@ -215,21 +234,7 @@ def test_sampled_trees_have_the_targets_law(
         draft_tokens=2, max_batch=500, pool_tokens=1 << 14, max_step_tokens=4000, tree=tree
     )
     engine = Engine(target, settings, drafter)
-    sequences = [
-        engine.add(prompt, SamplingParams(4, temperature=0.8, seed=index, ignore_eos=True))
-        for index in range(count)
-    ]
-    while not engine.scheduler.idle:
-        engine.step()
-    seen = torch.zeros(5, 5, 5, dtype=torch.float64)
-    for sequence in sequences:
-        a, b, c, _ = sequence.output
-        seen[a, b, c] += 1
-    expected = joint_law(target, prompt, 0.8) * count
-    likely = expected > 5
-    chi2 = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
-    freedom = int(likely.sum()) - 1
-    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, (chi2, freedom)
+    has_the_law(engine, target, prompt, count, 4)
     assert engine.metrics.num_accepted_tokens > count / 10
 
 
